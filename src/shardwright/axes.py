@@ -1,0 +1,43 @@
+"""The axes of the mesh, outer to inner, and the legend of the symbols used in formulas.
+
+An axis is one row of ``AXES``. Its rule is in ``layout.py``, its terms in ``plan/memory.py`` and
+``plan/traffic.py``, its program in ``run/``.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh of ranks."""
+
+    name: str  # field of Layout that holds its degree
+    splits: str  # what each rank along it holds a part of
+
+
+AXES = (
+    Axis("dp_replicate", "the batch; parameters, gradients and optimizer state are whole on each"),
+    Axis("dp_shard", "the batch, and parameters, gradients and optimizer state as the ZeRO stage says"),
+)
+
+MESH_ORDER = tuple(axis.name for axis in AXES)
+"""Default order of the mesh, outermost (largest rank stride) first."""
+
+SYMBOLS = {
+    "s": "tokens of a sequence",
+    "b": "sequences of a microbatch on one rank",
+    "m": "microbatches of a step on one rank",
+    "h": "hidden size",
+    "f": "ffn size",
+    "a": "query heads",
+    "kv": "key/value heads",
+    "d": "head size",
+    "L": "layers",
+    "V": "vocabulary",
+}
+"""Short names that formulas may use; every public field has a full name instead."""
+
+
+def joined_axis(names: tuple[str, ...]) -> str:
+    """Name of the axis that flattens ``names``: ``dp_replicate+dp_shard``."""
+    return "+".join(names)

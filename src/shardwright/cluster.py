@@ -1,0 +1,154 @@
+"""Cluster: how many devices of what kind, and the links between them."""
+
+import os
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from shardwright.description import Bandwidth, Bytes, Description, FlopsPerSecond, Seconds, nearest
+from shardwright.errors import ClusterError, ShardwrightError
+
+DEVICES = Path(__file__).parent / "data" / "devices"
+
+
+class Link(Description):
+    """A kind of link as one rank sees it: one direction, after protocol efficiency."""
+
+    error: ClassVar[type[ShardwrightError]] = ClusterError
+    noun: ClassVar[str] = "link"
+
+    bandwidth: Bandwidth
+    latency: Seconds = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        if self.bandwidth <= 0:
+            raise ValueError(f"bandwidth={self.bandwidth} must be above 0")
+        return self
+
+
+class Device(Description):
+    """One device: capacities from its data sheet, efficiencies and overheads from measurements.
+
+    ``source`` says where each number comes from.
+    """
+
+    error: ClassVar[type[ShardwrightError]] = ClusterError
+    noun: ClassVar[str] = "device"
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    kind: Literal["cuda", "rocm", "cpu"]
+    memory: Bytes = Field(gt=0, description="what a process can allocate")
+    memory_bandwidth: Bandwidth = Field(gt=0)
+    bf16: FlopsPerSecond = Field(gt=0, description="dense peak")
+    fp32: FlopsPerSecond = Field(gt=0)
+    fp64: FlopsPerSecond = Field(gt=0)
+    matmul_efficiency: float = Field(gt=0, le=1, description="share of the peak that large matrix products reach")
+    attention_efficiency: float = Field(gt=0, le=1)
+    memory_efficiency: float = Field(gt=0, le=1)
+    context: Bytes = Field(ge=0, description="held by driver, kernels and libraries in every process")
+    communicator: Bytes = Field(ge=0, description="buffers of one communicator")
+    allocator_margin: float = Field(ge=0, lt=1, description="share of allocated lost to fragmentation")
+    gpus_per_node: PositiveInt = 8
+    intra_link: Link = Field(description="between devices of one node")
+    inter_link: Link = Field(description="between nodes, per device")
+    source: str
+
+    def peak(self, precision: str) -> float:
+        """Dense peak of ``precision`` [FLOP/s]."""
+        return {"bf16": self.bf16, "fp32": self.fp32, "fp64": self.fp64}[precision]
+
+
+class Cluster(Description):
+    """``ranks`` devices of one kind, ``gpus_per_node`` in each fast-link domain."""
+
+    error: ClassVar[type[ShardwrightError]] = ClusterError
+    noun: ClassVar[str] = "cluster"
+
+    ranks: PositiveInt
+    gpus_per_node: PositiveInt
+    device: Device
+    intra_link: Link
+    inter_link: Link
+    price_per_device_hour: NonNegativeFloat = 0.0
+    assumed: tuple[str, ...] = Field(default=(), description="what was not given, and the value taken")
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that hold the ranks, the last perhaps not full."""
+        return -(-self.ranks // self.gpus_per_node)
+
+
+def device_names() -> list[str]:
+    """Names and aliases of the devices shipped with the package."""
+    names = [name for device in _devices() for name in (device.name, *device.aliases)]
+    return sorted(names)
+
+
+def device(name: str) -> Device:
+    """A device shipped with the package, by name or alias, in any case.
+
+    Raises: ClusterError: unknown; the message names the nearest.
+    """
+    wanted = name.lower()
+    for candidate in _devices():
+        if wanted in (candidate.name, *candidate.aliases):
+            return candidate.model_copy(update={"memory": host_memory()}) if wanted == "cpu" else candidate
+    raise ClusterError(f"device {name!r} is unknown{nearest(wanted, device_names())}")
+
+
+def cluster_of(device_name: str, ranks: int, gpus_per_node: int | None = None) -> Cluster:
+    """A cluster of ``ranks`` devices, what is not given taken from the device and listed as assumed."""
+    kind = device(device_name)
+    assumed = []
+    per_node = gpus_per_node
+    if per_node is None:
+        per_node = ranks if kind.kind == "cpu" else kind.gpus_per_node
+        assumed.append(f"gpus_per_node={per_node}")
+    if kind.kind == "cpu":
+        kind = share_of_host(kind, ranks)
+    if ranks > per_node:
+        gigabits = kind.inter_link.bandwidth * 8 / 1e9
+        assumed.append(f"inter-node link {gigabits:.0f} Gb/s usable per device (one 400 Gb/s NIC each)")
+    return Cluster(
+        ranks=ranks,
+        gpus_per_node=per_node,
+        device=kind,
+        intra_link=kind.intra_link,
+        inter_link=kind.inter_link,
+        assumed=tuple(assumed),
+    )
+
+
+def share_of_host(cpu: Device, ranks: int) -> Device:
+    """What one of ``ranks`` processes on this machine gets of its memory, bandwidth and cores."""
+    cores_per_rank = max(usable_cores() / ranks, 0.01)
+    return cpu.model_copy(
+        update={
+            "memory": cpu.memory // ranks,
+            "memory_bandwidth": cpu.memory_bandwidth / ranks,
+            "bf16": cpu.bf16 * cores_per_rank,
+            "fp32": cpu.fp32 * cores_per_rank,
+            "fp64": cpu.fp64 * cores_per_rank,
+        }
+    )
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def host_memory() -> int:
+    """Physical memory of this machine [B]; 8 GiB where the system does not tell."""
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 8 * 2**30
+
+
+def _devices() -> list[Device]:
+    return [Device.from_file(path) for path in sorted(DEVICES.glob("*.toml"))]

@@ -1,0 +1,61 @@
+"""Job: what is trained, in numbers that no layout may change."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from shardwright.description import Description
+from shardwright.errors import JobError, ShardwrightError
+
+Precision = Literal["bf16", "fp32", "fp64"]
+Optimizer = Literal["adamw", "sgd", "sgd_momentum", "adamw_8bit", "adafactor", "muon"]
+Accounting = Literal["fsdp2", "zero", "megatron", "pure_bf16"]
+
+
+class Job(Description):
+    """A training job: sequence length, global batch, arithmetic, optimizer and its schedule.
+
+    ``precision`` bf16 computes in bf16 over fp32 parameters and reduces gradients in fp32; fp32 and fp64 do
+    everything in that type. ``accounting`` names the row of ``plan/accounting.py`` by which state is counted;
+    the runtime's own is ``fsdp2``.
+    """
+
+    error: ClassVar[type[ShardwrightError]] = JobError
+    noun: ClassVar[str] = "job"
+
+    seq: PositiveInt
+    global_batch: PositiveInt = Field(description="sequences of one optimizer step, over all ranks")
+    steps: PositiveInt = 1000
+    precision: Precision = "bf16"
+    accounting: Accounting = "fsdp2"
+    optimizer: Optimizer = "adamw"
+    learning_rate: NonNegativeFloat = 3e-4
+    min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: NonNegativeInt = 0
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: PositiveFloat = 1e-8
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: NonNegativeFloat = Field(default=1.0, description="0 does not clip")
+    seed: NonNegativeInt = 0
+    eval_every: NonNegativeInt = Field(default=0, description="steps between evaluations; 0 never evaluates")
+    eval_batches: PositiveInt = Field(default=1, description="global batches of one evaluation")
+    held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the data kept for evaluation")
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.warmup_steps >= self.steps and self.warmup_steps > 0:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} is not less than steps={self.steps}: shorten it or train longer"
+            )
+        if self.accounting == "pure_bf16" and self.precision != "bf16":
+            raise ValueError(f"accounting='pure_bf16' is for precision='bf16', not {self.precision!r}")
+        if self.eval_every and not self.held_out:
+            raise ValueError("eval_every is set but held_out is 0: keep a share of the data, 0.02 for example")
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.seq * self.global_batch

@@ -1,0 +1,101 @@
+"""Bytes of model state per parameter: the conventions, side by side as rows of two tables.
+
+``ACCOUNTINGS`` says what a runtime keeps for each parameter and which part a ZeRO stage splits;
+``OPTIMIZERS`` what an optimizer adds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardwright.plan.params import Tensor
+
+NEVER = 4
+"""A stage no layout has: the part is never split."""
+
+
+@dataclass(frozen=True)
+class AccountingRow:
+    """What a runtime keeps resident for each parameter [B], and from which ZeRO stage on it is split."""
+
+    weight: int
+    gradient: int
+    master: int
+    moment: int  # bytes of one element of optimizer state
+    weight_split_from: int
+    gradient_split_from: int
+    optimizer_split_from: int
+    source: str
+
+
+ACCOUNTINGS: Mapping[str, AccountingRow] = {
+    "fsdp2": AccountingRow(
+        4, 4, 0, 4, 1, 1, 1,
+        "torch fully_shard with bf16 or fp32 compute: the fp32 shard is the master copy; a low-precision copy exists "
+        "only while gathered. Stages 1 and 2 rest split too; what they hold whole within a step is `gathered`.",
+    ),
+    "fsdp2_fp64": AccountingRow(8, 8, 0, 8, 1, 1, 1, "the same with everything in fp64, for proofs"),
+    "zero": AccountingRow(
+        2, 2, 4, 4, 3, 2, 1, "Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 2 + 2 + 12 with Adam"
+    ),
+    "megatron": AccountingRow(
+        2, 4, 4, 4, 3, NEVER, 1,
+        "NVIDIA/Megatron-LM docs/user-guide/features/dist_optimizer.md: bf16 weights, fp32 main gradients, 18 B "
+        "with Adam; the distributed optimizer splits master and moments only: 6 + 12/D",
+    ),
+    "pure_bf16": AccountingRow(2, 2, 0, 2, 3, 2, 1, "torch AdamW on bf16 parameters: state has the parameters' type"),
+}  # fmt: skip
+
+EIGHT_BIT_BLOCK = 2048
+"""Elements that share one fp32 scale in 8-bit Adam. Source: Dettmers et al. 2021, arXiv:2110.02861."""
+
+
+def optimizer_elements(optimizer: str, tensor: Tensor) -> float:
+    """Elements of state that ``optimizer`` keeps for a tensor, in units of one moment of the accounting row.
+
+    Source: torch.optim for adamw, sgd, adafactor (no momentum: one row and one column vector for each matrix)
+    and muon (one momentum for matrices inside blocks, two moments elsewhere); arXiv:2110.02861 for 8-bit Adam
+    (two bytes and two scales of a block, against four-byte moments).
+    """
+    numel = tensor.numel
+    matrix = len(tensor.shape) == 2
+    if optimizer == "adamw":
+        return 2 * numel
+    if optimizer == "sgd":
+        return 0
+    if optimizer == "sgd_momentum":
+        return numel
+    if optimizer == "adamw_8bit":
+        return 2 * (numel / 4 + -(-numel // EIGHT_BIT_BLOCK))
+    if optimizer == "adafactor":
+        return sum(tensor.shape) if matrix else numel
+    if optimizer == "muon":
+        return numel if matrix and tensor.role in ("attention", "feed_forward") else 2 * numel
+    raise KeyError(optimizer)
+
+
+def accounting_row(accounting: str, precision: str) -> AccountingRow:
+    """The row of a job: ``fsdp2`` keeps parameters in fp32, or in fp64 if the job computes in it."""
+    return ACCOUNTINGS["fsdp2_fp64" if (accounting, precision) == ("fsdp2", "fp64") else accounting]
+
+
+def state_bytes_per_parameter(
+    row: AccountingRow, moments: float, zero_stage: ArrayLike, shard: ArrayLike
+) -> NDArray[np.float64]:
+    """Resident state of one parameter on one rank [B], padding left out.
+
+    Args: ``moments``: optimizer elements per parameter (2 for Adam). ``zero_stage`` and ``shard`` broadcast.
+    Source: arXiv:1910.02054, figure 1.
+    """
+    stage, degree = np.asarray(zero_stage), np.asarray(shard, dtype=np.float64)
+
+    def held(amount: float, split_from: int) -> NDArray[np.float64]:
+        return np.asarray(amount / np.where(stage >= split_from, degree, 1.0))
+
+    return (
+        held(row.weight, row.weight_split_from)
+        + held(row.gradient, row.gradient_split_from)
+        + held(row.master + moments * row.moment, row.optimizer_split_from)
+    )

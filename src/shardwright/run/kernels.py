@@ -1,0 +1,176 @@
+"""Operations whose saved tensors are written down, so that every device keeps the same ones.
+
+Each is an operator of its own (one entry for a dispatch mode, in a real and in a fake run alike) and an
+autograd function that says what it keeps for the backward pass. plan/activations.py prices exactly these.
+
+B batch, S sequence, N tokens (B*S), H heads, D head size, F ffn or hidden.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ROWS_BYTES = 2**22
+"""Working memory of one slice of rows [B]: operations in a wider type go slice by slice."""
+
+
+def _slices(rows: int, row_bytes: int) -> list[slice]:
+    step = max(1, ROWS_BYTES // max(row_bytes, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Type in which statistics are computed: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("shardwright::rms_norm", mutates_args=())
+def _rms_norm(x_NF: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out_NF, rstd_N1 = torch.empty_like(x_NF), x_NF.new_empty((x_NF.shape[0], 1), dtype=wide(x_NF.dtype))
+    for rows in _slices(x_NF.shape[0], x_NF.shape[1] * rstd_N1.element_size()):
+        x = x_NF[rows].to(rstd_N1.dtype)
+        rstd_N1[rows] = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        out_NF[rows] = (x * rstd_N1[rows]).to(x_NF.dtype) * weight_F
+    return out_NF, rstd_N1
+
+
+@_rms_norm.register_fake
+def _(x_NF, weight_F, eps):
+    return torch.empty_like(x_NF), x_NF.new_empty((x_NF.shape[0], 1), dtype=wide(x_NF.dtype))
+
+
+@torch.library.custom_op("shardwright::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(grad_NF: Tensor, x_NF: Tensor, weight_F: Tensor, rstd_N1: Tensor) -> tuple[Tensor, Tensor]:
+    dx_NF, dweight_F = torch.empty_like(x_NF), torch.zeros_like(weight_F, dtype=rstd_N1.dtype)
+    for rows in _slices(x_NF.shape[0], 3 * x_NF.shape[1] * rstd_N1.element_size()):
+        normal = x_NF[rows].to(rstd_N1.dtype) * rstd_N1[rows]
+        grad = grad_NF[rows].to(rstd_N1.dtype)
+        dweight_F += (grad * normal).sum(0)
+        scaled = grad * weight_F
+        dx_NF[rows] = ((scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd_N1[rows]).to(x_NF.dtype)
+    return dx_NF, dweight_F.to(weight_F.dtype, copy=True)
+
+
+@_rms_norm_backward.register_fake
+def _(grad_NF, x_NF, weight_F, rstd_N1):
+    return torch.empty_like(x_NF), torch.empty_like(weight_F)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """Keeps the input, the weight and one reciprocal deviation a row."""
+
+    @staticmethod
+    def forward(ctx, x_NF: Tensor, weight_F: Tensor, eps: float) -> Tensor:
+        out_NF, rstd_N1 = _rms_norm(x_NF, weight_F, eps)
+        ctx.save_for_backward(x_NF, weight_F, rstd_N1)
+        return out_NF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_NF: Tensor):
+        dx_NF, dweight_F = _rms_norm_backward(grad_NF, *ctx.saved_tensors)
+        return dx_NF, dweight_F, None
+
+
+def rms_norm(x: Tensor, weight_F: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dim of ``x``, statistics in fp32 (fp64 for fp64)."""
+    return RMSNormFunction.apply(x.reshape(-1, x.shape[-1]), weight_F, eps).view(x.shape)
+
+
+@torch.library.custom_op("shardwright::swiglu", mutates_args=())
+def _swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    out_NF = torch.nn.functional.silu(gate_NF)
+    return out_NF.mul_(up_NF)
+
+
+@_swiglu.register_fake
+def _(gate_NF, up_NF):
+    return torch.empty_like(gate_NF)
+
+
+@torch.library.custom_op("shardwright::swiglu_backward", mutates_args=())
+def _swiglu_backward(grad_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> tuple[Tensor, Tensor]:
+    dgate_NF, dup_NF = torch.empty_like(gate_NF), torch.empty_like(up_NF)
+    dtype = wide(gate_NF.dtype)
+    for rows in _slices(gate_NF.shape[0], 3 * gate_NF.shape[1] * dtype.itemsize):
+        gate, grad = gate_NF[rows].to(dtype), grad_NF[rows].to(dtype)
+        sigmoid = torch.sigmoid(gate)
+        dup_NF[rows] = (grad * gate * sigmoid).to(dup_NF.dtype)
+        dgate_NF[rows] = (grad * up_NF[rows] * sigmoid * (1 + gate * (1 - sigmoid))).to(dgate_NF.dtype)
+    return dgate_NF, dup_NF
+
+
+@_swiglu_backward.register_fake
+def _(grad_NF, gate_NF, up_NF):
+    return torch.empty_like(gate_NF), torch.empty_like(up_NF)
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    """Keeps gate and up; the activation is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_NF, up_NF)
+        return _swiglu(gate_NF, up_NF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_NF: Tensor):
+        return _swiglu_backward(grad_NF, *ctx.saved_tensors)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    flat = (-1, gate.shape[-1])
+    return SwiGLUFunction.apply(gate.reshape(flat), up.reshape(flat)).view(gate.shape)
+
+
+@torch.library.custom_op("shardwright::rotate", mutates_args=())
+def _rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, inverse: bool) -> Tensor:
+    half = x_BSHD.shape[-1] // 2
+    out_BSHD = torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
+    cos, sin = cos_SD[:, None, :], sin_SD[:, None, :] * (-1 if inverse else 1)
+    for x_SHD, out_SHD in zip(x_BSHD, out_BSHD, strict=True):
+        low, high = x_SHD[..., :half], x_SHD[..., half:]
+        out_SHD[..., :half] = (low * cos - high * sin).to(out_SHD.dtype)
+        out_SHD[..., half:] = (high * cos + low * sin).to(out_SHD.dtype)
+    return out_BSHD
+
+
+@_rotate.register_fake
+def _(x_BSHD, cos_SD, sin_SD, inverse):
+    return torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
+
+
+class RotateFunction(torch.autograd.Function):
+    """Keeps nothing but the shared tables."""
+
+    @staticmethod
+    def forward(ctx, x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SD, sin_SD)
+        return _rotate(x_BSHD, cos_SD, sin_SD, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BSHD: Tensor):
+        return _rotate(grad_BSHD, *ctx.saved_tensors, True), None, None
+
+
+def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    """Rotary embedding: turn the halves of each head by the angles of the tables (S x D/2 each)."""
+    return RotateFunction.apply(x_BSHD, cos_SD, sin_SD)
+
+
+def causal_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> Tensor:
+    """Causal attention with grouped key/value heads; keeps q, k, v, the output and a log-sum-exp a row.
+
+    The CPU flash kernel takes grouped heads as they are; through ``scaled_dot_product_attention`` they would
+    be repeated first.
+    """
+    if q_BHSD.device.type == "cpu":
+        out_BHSD, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHSD, k_BHSD, v_BHSD, 0.0, True)
+        return out_BHSD
+    grouped = q_BHSD.shape[1] != k_BHSD.shape[1]
+    return torch.nn.functional.scaled_dot_product_attention(
+        q_BHSD, k_BHSD, v_BHSD, is_causal=True, enable_gqa=grouped
+    )

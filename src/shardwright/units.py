@@ -1,0 +1,84 @@
+"""Units: SI base inside (bytes, seconds, FLOP, B/s, FLOP/s), text with a unit outside.
+
+``parse_*`` reads what people write ("80 GiB", "400 Gb/s", "5 us"); ``format_*`` prints for people;
+``exact_*`` writes text from which ``parse_*`` returns the very same number.
+"""
+
+import re
+from collections.abc import Mapping
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+
+BYTES: Mapping[str, float] = {
+    "B": 1, "kB": KB, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB,
+}  # fmt: skip
+BANDWIDTH: Mapping[str, float] = {
+    "B/s": 1, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "GiB/s": float(GiB), "Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8,
+}  # fmt: skip
+TIME: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60, "h": 3600}
+RATE: Mapping[str, float] = {"FLOP/s": 1, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
+
+_NUMBER_AND_UNIT = re.compile(r"\s*([-+0-9.eE_]+)\s*([A-Za-z/]+)\s*")
+
+
+def parse_quantity(text: str | int | float, units: Mapping[str, float]) -> float:
+    """Read a number with a unit of ``units``; a bare number is in SI base units already.
+
+    Raises: ValueError: no number, no unit or an unknown one; the message lists the units.
+    """
+    if isinstance(text, int | float):
+        return text
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None or match[2] not in units:
+        raise ValueError(f"{text!r} is not a number with a unit of {', '.join(units)}")
+    number = match[1]
+    value = int(number) if re.fullmatch(r"\d+", number) else float(number)
+    return value * units[match[2]]
+
+
+def exact_quantity(value: float, units: Mapping[str, float]) -> str:
+    """Shortest "number unit" that ``parse_quantity`` reads back as exactly ``value``."""
+    best = ""
+    for unit, scale in units.items():
+        number = value / scale
+        for text in (f"{number:.0f}", f"{number:.6g}", repr(float(number))):
+            candidate = f"{text} {unit}"
+            if parse_quantity(candidate, units) == value and (not best or len(candidate) < len(best)):
+                best = candidate
+    return best or f"{value!r} {next(iter(units))}"
+
+
+def format_bytes(value: float) -> str:
+    """A capacity for people: GiB with two decimals, smaller units for small amounts."""
+    for unit, scale in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(value) >= 0.1 * scale:
+            return f"{value / scale:,.2f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def format_bandwidth(value: float) -> str:
+    """A bandwidth for people [GB/s]."""
+    return f"{value / GB:,.1f} GB/s"
+
+
+def format_time(value: float) -> str:
+    """A duration for people: ms, or s from ten seconds on."""
+    if value >= 10:
+        return f"{value:,.1f} s"
+    return f"{value * 1e3:,.1f} ms" if value >= 1e-4 else f"{value * 1e6:,.1f} us"
+
+
+def format_duration(seconds: float) -> str:
+    """Time left for people, as h:mm:ss or m:ss."""
+    minutes, second = divmod(round(max(seconds, 0)), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def format_count(value: float) -> str:
+    """A count for people: 8.03 B, 405.9 B, 6.2 M."""
+    for suffix, scale in ((" T", 1e12), (" B", 1e9), (" M", 1e6), (" k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:,.2f}{suffix}"
+    return f"{value:,.0f}"

@@ -1,10 +1,11 @@
 """Cluster: how many devices of what kind, and the links between them."""
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from shardwright.description import Bandwidth, Bytes, Description, FlopsPerSecond, Seconds, nearest
 from shardwright.errors import ClusterError, ShardwrightError
@@ -45,7 +46,7 @@ class Device(Description):
     bf16: FlopsPerSecond = Field(gt=0, description="dense peak")
     fp32: FlopsPerSecond = Field(gt=0)
     fp64: FlopsPerSecond = Field(gt=0)
-    matmul_efficiency: float = Field(gt=0, le=1, description="share of the peak that large matrix products reach")
+    matmul_efficiency: float = Field(gt=0, le=1, description="share of the peak of large products")
     attention_efficiency: float = Field(gt=0, le=1)
     memory_efficiency: float = Field(gt=0, le=1)
     context: Bytes = Field(ge=0, description="held by driver, kernels and libraries in every process")
@@ -95,12 +96,16 @@ def device(name: str) -> Device:
     wanted = name.lower()
     for candidate in _devices():
         if wanted in (candidate.name, *candidate.aliases):
-            return candidate.model_copy(update={"memory": host_memory()}) if wanted == "cpu" else candidate
+            own = {"memory": host_memory()} if candidate.kind == "cpu" else {}
+            return candidate.model_copy(update=own)
     raise ClusterError(f"device {name!r} is unknown{nearest(wanted, device_names())}")
 
 
 def cluster_of(device_name: str, ranks: int, gpus_per_node: int | None = None) -> Cluster:
-    """A cluster of ``ranks`` devices, what is not given taken from the device and listed as assumed."""
+    """A cluster of ``ranks`` devices, what is not given taken from the device and listed as assumed.
+
+    Raises: ClusterError: unknown device, or a count below 1.
+    """
     kind = device(device_name)
     assumed = []
     per_node = gpus_per_node
@@ -108,23 +113,25 @@ def cluster_of(device_name: str, ranks: int, gpus_per_node: int | None = None) -
         per_node = ranks if kind.kind == "cpu" else kind.gpus_per_node
         assumed.append(f"gpus_per_node={per_node}")
     if kind.kind == "cpu":
-        kind = share_of_host(kind, ranks)
+        kind = share_of_host(kind, max(ranks, 1))
     if ranks > per_node:
         gigabits = kind.inter_link.bandwidth * 8 / 1e9
-        assumed.append(f"inter-node link {gigabits:.0f} Gb/s usable per device (one 400 Gb/s NIC each)")
-    return Cluster(
-        ranks=ranks,
-        gpus_per_node=per_node,
-        device=kind,
-        intra_link=kind.intra_link,
-        inter_link=kind.inter_link,
-        assumed=tuple(assumed),
-    )
+        nic = "gloo over loopback" if kind.kind == "cpu" else "one 400 Gb/s NIC each"
+        assumed.append(f"inter-node link {gigabits:.0f} Gb/s usable per device ({nic})")
+    values = {
+        "ranks": ranks,
+        "gpus_per_node": per_node,
+        "device": kind,
+        "intra_link": kind.intra_link,
+        "inter_link": kind.inter_link,
+        "assumed": tuple(assumed),
+    }
+    return Cluster.checked(values)
 
 
 def share_of_host(cpu: Device, ranks: int) -> Device:
     """What one of ``ranks`` processes on this machine gets of its memory, bandwidth and cores."""
-    cores_per_rank = max(usable_cores() / ranks, 0.01)
+    cores_per_rank = usable_cores() / ranks
     return cpu.model_copy(
         update={
             "memory": cpu.memory // ranks,
@@ -150,5 +157,6 @@ def host_memory() -> int:
     return 8 * 2**30
 
 
-def _devices() -> list[Device]:
-    return [Device.from_file(path) for path in sorted(DEVICES.glob("*.toml"))]
+@cache
+def _devices() -> tuple[Device, ...]:
+    return tuple(Device.from_file(path) for path in sorted(DEVICES.glob("*.toml")))

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, SerializationInfo, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+)
 
 from shardwright import units
 from shardwright.errors import ShardwrightError
@@ -22,7 +29,9 @@ AS_TEXT = {"units": "text"}
 
 def _quantity(scale: Mapping[str, float], whole: bool) -> tuple[BeforeValidator, PlainSerializer]:
     def read(value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if isinstance(value, bool):
+            raise ValueError(f"a truth value is not a number with a unit of {', '.join(scale)}")
+        if not isinstance(value, str | int | float):
             return value
         number = units.parse_quantity(value, scale)
         return round(number) if whole else float(number)
@@ -30,7 +39,7 @@ def _quantity(scale: Mapping[str, float], whole: bool) -> tuple[BeforeValidator,
     def write(value: float, info: SerializationInfo) -> float | str:
         return units.exact_quantity(value, scale) if info.context == AS_TEXT else value
 
-    return BeforeValidator(read), PlainSerializer(write)
+    return BeforeValidator(read), PlainSerializer(write, return_type=Any)
 
 
 Bytes = Annotated[int, *_quantity(units.BYTES, whole=True)]

@@ -44,15 +44,22 @@ class Job(Description):
     held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the data kept for evaluation")
 
     @model_validator(mode="after")
-    def _schedule_fits(self) -> Self:
+    def _agrees_with_itself(self) -> Self:
+        faults = []
         if self.warmup_steps >= self.steps and self.warmup_steps > 0:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} is not less than steps={self.steps}: shorten it or train longer"
+            faults.append(
+                f"warmup_steps={self.warmup_steps} is not less than steps={self.steps}: "
+                "shorten it or train longer"
             )
-        if self.accounting == "pure_bf16" and self.precision != "bf16":
-            raise ValueError(f"accounting='pure_bf16' is for precision='bf16', not {self.precision!r}")
+        if self.accounting != "fsdp2" and self.precision != "bf16":
+            faults.append(
+                f"accounting={self.accounting!r} counts bf16 weights but precision={self.precision!r}: "
+                "use accounting='fsdp2' or precision='bf16'"
+            )
         if self.eval_every and not self.held_out:
-            raise ValueError("eval_every is set but held_out is 0: keep a share of the data, 0.02 for example")
+            faults.append("eval_every is set but held_out is 0: keep a share of the data, 0.02 for example")
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
 
     @property

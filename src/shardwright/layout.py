@@ -71,7 +71,8 @@ class Layout(Description):
     @property
     def label(self) -> str:
         """Short name for tables: ``dp_shard=8 zero=3 b=2 m=4 full``."""
-        parts = [f"{axis}={getattr(self, axis)}" for axis in ("dp_replicate", "dp_shard") if getattr(self, axis) > 1]
+        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        parts = [f"{axis}={degree}" for axis, degree in axes.items() if degree > 1]
         parts += [f"zero={self.zero_stage}", f"b={self.micro_batch}", f"m={self.microbatches}"]
         if self.recompute != "none":
             parts.append(f"recompute={self.recompute}")
@@ -99,8 +100,9 @@ def faults(layout: Layout, job: Job, cluster: Cluster) -> list[Fault]:
         found.append(
             Fault(
                 "ranks",
-                f"layout has {layout.ranks} ranks (dp_replicate={layout.dp_replicate} x dp_shard={layout.dp_shard}), "
-                f"the cluster {cluster.ranks}: make their product {cluster.ranks}",
+                f"layout has {layout.ranks} ranks (dp_replicate={layout.dp_replicate} x "
+                f"dp_shard={layout.dp_shard}), the cluster {cluster.ranks}: "
+                f"make their product {cluster.ranks}",
             )
         )
     if layout.dp > job.global_batch:
@@ -112,15 +114,23 @@ def faults(layout: Layout, job: Job, cluster: Cluster) -> list[Fault]:
             )
         )
     elif layout.dp * layout.micro_batch * layout.microbatches != job.global_batch:
-        near = " or ".join(str(batch) for batch in batches_that_work(layout.dp, layout.micro_batch, job.global_batch))
         found.append(
             Fault(
                 "global_batch",
-                f"dp={layout.dp} x micro_batch={layout.micro_batch} x microbatches={layout.microbatches} is not "
-                f"global_batch={job.global_batch}: use global_batch {near}, or another micro_batch",
+                f"dp={layout.dp} x micro_batch={layout.micro_batch} x microbatches={layout.microbatches} "
+                f"is not global_batch={job.global_batch}: {_way_to_the_batch(layout, job.global_batch)}",
             )
         )
     return found
+
+
+def _way_to_the_batch(layout: Layout, wanted: int) -> str:
+    unit = layout.dp * layout.micro_batch
+    if wanted % unit == 0:
+        return f"use microbatches={wanted // unit}"
+    near = batches_that_work(layout.dp, layout.micro_batch, wanted)
+    options = " or ".join(f"global_batch={batch} (microbatches={batch // unit})" for batch in near)
+    return f"use {options}, or another micro_batch"
 
 
 def check_layout(layout: Layout, job: Job, cluster: Cluster) -> None:
@@ -135,7 +145,8 @@ def not_runnable_reasons(model: ModelSpec, job: Job) -> list[str]:
     reasons = []
     if model.sliding_window is not None and job.seq > model.sliding_window:
         reasons.append(
-            f"sliding_window={model.sliding_window} is shorter than seq={job.seq}: windowed attention is only modelled"
+            f"sliding_window={model.sliding_window} is shorter than seq={job.seq}: "
+            "windowed attention is only modelled"
         )
     if job.optimizer in ("adamw_8bit", "adafactor", "muon"):
         reasons.append(f"optimizer={job.optimizer!r} is only modelled: train with adamw, sgd or sgd_momentum")

@@ -55,13 +55,16 @@ class ModelSpec(Description):
 
     @model_validator(mode="after")
     def _heads_agree(self) -> Self:
+        faults = []
         if self.heads % self.kv_heads:
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            raise ValueError(
+            faults.append(
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}: use kv_heads in {divisors}"
             )
         if self.head_size % 2:
-            raise ValueError(f"head_size={self.head_size} is odd: rotary embeddings turn pairs, use an even size")
+            faults.append(f"head_size={self.head_size} is odd: rotary embeddings turn pairs, use an even one")
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
 
 
@@ -77,5 +80,5 @@ def preset(name: str) -> ModelSpec:
     """
     if name not in preset_names():
         hint = nearest(name, preset_names())
-        raise ModelError(f"model {name!r} is neither a preset nor a file{hint}: give a preset or a config.json")
+        raise ModelError(f"model {name!r} is neither preset nor file{hint}: give a preset or a config.json")
     return ModelSpec.from_file(PRESETS / f"{name}.toml")

@@ -4,6 +4,7 @@
 ``exact_*`` writes text from which ``parse_*`` returns the very same number.
 """
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -25,16 +26,31 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([-+0-9.eE_]+)\s*([A-Za-z/]+)\s*")
 def parse_quantity(text: str | int | float, units: Mapping[str, float]) -> float:
     """Read a number with a unit of ``units``; a bare number is in SI base units already.
 
-    Raises: ValueError: no number, no unit or an unknown one; the message lists the units.
+    Raises: ValueError: no finite number, no unit or an unknown one; the message lists the units.
     """
+    fault = ValueError(f"{text!r} is not a finite number with a unit of {', '.join(units)}")
     if isinstance(text, int | float):
+        if not _is_finite(text):
+            raise fault
         return text
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2] not in units:
-        raise ValueError(f"{text!r} is not a number with a unit of {', '.join(units)}")
+        raise fault
     number = match[1]
-    value = int(number) if re.fullmatch(r"\d+", number) else float(number)
-    return value * units[match[2]]
+    try:
+        result = (int(number) if re.fullmatch(r"\d+", number) else float(number)) * units[match[2]]
+    except (ValueError, OverflowError):
+        raise fault from None
+    if not _is_finite(result):
+        raise fault
+    return result
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def exact_quantity(value: float, units: Mapping[str, float]) -> str:
@@ -44,9 +60,16 @@ def exact_quantity(value: float, units: Mapping[str, float]) -> str:
         number = value / scale
         for text in (f"{number:.0f}", f"{number:.6g}", repr(float(number))):
             candidate = f"{text} {unit}"
-            if parse_quantity(candidate, units) == value and (not best or len(candidate) < len(best)):
+            if _reads_as(candidate, units, value) and (not best or len(candidate) < len(best)):
                 best = candidate
     return best or f"{value!r} {next(iter(units))}"
+
+
+def _reads_as(text: str, units: Mapping[str, float], value: float) -> bool:
+    try:
+        return parse_quantity(text, units) == value
+    except ValueError:  # beyond the largest float in that unit
+        return False
 
 
 def format_bytes(value: float) -> str:

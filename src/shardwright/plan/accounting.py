@@ -33,8 +33,8 @@ class AccountingRow:
 ACCOUNTINGS: Mapping[str, AccountingRow] = {
     "fsdp2": AccountingRow(
         4, 4, 0, 4, 1, 1, 1,
-        "torch fully_shard with bf16 or fp32 compute: the fp32 shard is the master copy; a low-precision copy exists "
-        "only while gathered. Stages 1 and 2 rest split too; what they hold whole within a step is `gathered`.",
+        "torch fully_shard with bf16 or fp32 compute: the fp32 shard is the master copy; a bf16 copy "
+        "exists only while gathered. Stages 1 and 2 rest split too: what they hold whole is `gathered`.",
     ),
     "fsdp2_fp64": AccountingRow(8, 8, 0, 8, 1, 1, 1, "the same with everything in fp64, for proofs"),
     "zero": AccountingRow(
@@ -42,22 +42,26 @@ ACCOUNTINGS: Mapping[str, AccountingRow] = {
     ),
     "megatron": AccountingRow(
         2, 4, 4, 4, 3, NEVER, 1,
-        "NVIDIA/Megatron-LM docs/user-guide/features/dist_optimizer.md: bf16 weights, fp32 main gradients, 18 B "
-        "with Adam; the distributed optimizer splits master and moments only: 6 + 12/D",
+        "NVIDIA/Megatron-LM docs/user-guide/features/dist_optimizer.md: bf16 weights, fp32 main gradients, "
+        "18 B with Adam; the distributed optimizer splits master and moments only: 6 + 12/D",
     ),
-    "pure_bf16": AccountingRow(2, 2, 0, 2, 3, 2, 1, "torch AdamW on bf16 parameters: state has the parameters' type"),
+    "pure_bf16": AccountingRow(
+        2, 2, 0, 2, 3, 2, 1, "torch AdamW on bf16 parameters: state has the parameters' type"
+    ),
 }  # fmt: skip
 
 EIGHT_BIT_BLOCK = 2048
 """Elements that share one fp32 scale in 8-bit Adam. Source: Dettmers et al. 2021, arXiv:2110.02861."""
 
 
-def optimizer_elements(optimizer: str, tensor: Tensor) -> float:
+def optimizer_elements(optimizer: str, tensor: Tensor, moment: int = 4) -> float:
     """Elements of state that ``optimizer`` keeps for a tensor, in units of one moment of the accounting row.
+
+    Args: ``moment``: bytes of one moment of that row; only 8-bit Adam asks, its bytes being the same in each.
 
     Source: torch.optim for adamw, sgd, adafactor (no momentum: one row and one column vector for each matrix)
     and muon (one momentum for matrices inside blocks, two moments elsewhere); arXiv:2110.02861 for 8-bit Adam
-    (two bytes and two scales of a block, against four-byte moments).
+    (two bytes an element and two fp32 scales a block).
     """
     numel = tensor.numel
     matrix = len(tensor.shape) == 2
@@ -68,7 +72,7 @@ def optimizer_elements(optimizer: str, tensor: Tensor) -> float:
     if optimizer == "sgd_momentum":
         return numel
     if optimizer == "adamw_8bit":
-        return 2 * (numel / 4 + -(-numel // EIGHT_BIT_BLOCK))
+        return 2 * (numel + 4 * -(-numel // EIGHT_BIT_BLOCK)) / moment
     if optimizer == "adafactor":
         return sum(tensor.shape) if matrix else numel
     if optimizer == "muon":

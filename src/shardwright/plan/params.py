@@ -55,7 +55,7 @@ class Unit:
         return sum(tensor.numel for tensor in self.tensors)
 
     def shard_numel(self, shard: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Elements of one copy on rank 0 of ``shard`` ranks: rows rounded up, as FSDP pads them. Broadcasts."""
+        """Elements of one copy on rank 0 of ``shard`` ranks: rows rounded up, as FSDP pads. Broadcasts."""
         rows = np.array([tensor.shape[0] for tensor in self.tensors])
         widths = np.array([tensor.numel // tensor.shape[0] for tensor in self.tensors])
         shard = np.asarray(shard, dtype=np.int64)[..., None]
@@ -83,7 +83,9 @@ class ParameterTable:
         for unit in self.units:
             for copy in range(unit.copies):
                 for tensor in unit.tensors:
-                    name = tensor.name.replace("layers.0.", f"layers.{copy}.") if unit.kind == BLOCK else tensor.name
+                    name = tensor.name
+                    if unit.kind == BLOCK:
+                        name = name.replace("layers.0.", f"layers.{copy}.")
                     yield Tensor(name, tensor.shape, tensor.role, tensor.splits)
 
 
@@ -101,7 +103,8 @@ def parameter_table(model: ModelSpec) -> ParameterTable:
     if model.tied_embeddings:
         return ParameterTable((block, Unit(HEAD, 1, (embedding, norm))), model.layers)
     head = Tensor("lm_head.weight", (model.vocab, model.hidden), "head")
-    return ParameterTable((Unit(EMBEDDING, 1, (embedding,)), block, Unit(HEAD, 1, (norm, head))), model.layers)
+    units = (Unit(EMBEDDING, 1, (embedding,)), block, Unit(HEAD, 1, (norm, head)))
+    return ParameterTable(units, model.layers)
 
 
 def root_only_table(table: ParameterTable) -> ParameterTable:

@@ -6,11 +6,11 @@ ZeRO stages are resharding schedules of one mechanism, torch's ``fully_shard``.
 from collections.abc import Iterator
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwright.errors import LayoutError
 from shardwright.plan.params import EMBEDDING, HEAD
+from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Transformer
 
 PRECISION_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -21,7 +21,7 @@ def parameter_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def apply_dp(model: Transformer, mesh: DeviceMesh, *, zero_stage: int, precision: str) -> None:
+def apply_dp(model: Transformer, mesh: RankMesh, *, zero_stage: int, precision: str) -> None:
     """Shard parameters, gradients and optimizer state over dp_shard, in place.
 
     One FSDP unit each for the embedding, every block, and the final norm with the head; then the root, which
@@ -30,7 +30,7 @@ def apply_dp(model: Transformer, mesh: DeviceMesh, *, zero_stage: int, precision
 
     Raises: LayoutError: a unit would hold most of the model, so that gathering it gathers the model at once.
     """
-    shard_mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    shard_mesh = mesh.root if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.float32 if precision == "bf16" else None,
@@ -78,7 +78,6 @@ def set_microbatch_schedule(model: Transformer, *, zero_stage: int, last: bool) 
     keeps the parameters and reduces every time; stage 3 reshards and reduces every time. Replicas are always
     summed once, in the last.
     """
-    model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last or zero_stage >= 2)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or zero_stage == 3)

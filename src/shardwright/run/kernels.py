@@ -40,14 +40,18 @@ def _(x_NF, weight_F, eps):
 
 
 @torch.library.custom_op("shardwright::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(grad_NF: Tensor, x_NF: Tensor, weight_F: Tensor, rstd_N1: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    grad_NF: Tensor, x_NF: Tensor, weight_F: Tensor, rstd_N1: Tensor
+) -> tuple[Tensor, Tensor]:
     dx_NF, dweight_F = torch.empty_like(x_NF), torch.zeros_like(weight_F, dtype=rstd_N1.dtype)
     for rows in _slices(x_NF.shape[0], 3 * x_NF.shape[1] * rstd_N1.element_size()):
         normal = x_NF[rows].to(rstd_N1.dtype) * rstd_N1[rows]
         grad = grad_NF[rows].to(rstd_N1.dtype)
         dweight_F += (grad * normal).sum(0)
         scaled = grad * weight_F
-        dx_NF[rows] = ((scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd_N1[rows]).to(x_NF.dtype)
+        dx_NF[rows] = ((scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd_N1[rows]).to(
+            x_NF.dtype
+        )
     return dx_NF, dweight_F.to(weight_F.dtype, copy=True)
 
 
@@ -168,7 +172,9 @@ def causal_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> Tensor:
     be repeated first.
     """
     if q_BHSD.device.type == "cpu":
-        out_BHSD, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHSD, k_BHSD, v_BHSD, 0.0, True)
+        out_BHSD, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSD, k_BHSD, v_BHSD, 0.0, True
+        )
         return out_BHSD
     grouped = q_BHSD.shape[1] != k_BHSD.shape[1]
     return torch.nn.functional.scaled_dot_product_attention(

@@ -1,6 +1,7 @@
 """The mesh of ranks, and the process group under it. Private parts of torch's DeviceMesh are used here only."""
 
 import datetime
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,22 +14,45 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes along which ranks hold different sequences."""
 
 
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh of ``layout`` over all ranks, outermost axis first."""
+class RankMesh(NamedTuple):
+    """The mesh of all ranks, and the data axes of it joined into one."""
+
+    root: DeviceMesh
+    data: DeviceMesh
+
+    def __getitem__(self, axis: str) -> DeviceMesh:
+        return self.root[axis]
+
+    @property
+    def device_type(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.root.device_type
+
+    def axes(self) -> tuple[DeviceMesh, ...]:
+        """One mesh for every axis, and the joined one."""
+        return (*(self.root[name] for name in MESH_ORDER), self.data)
+
+
+def build_mesh(layout: Layout, device_type: str) -> RankMesh:
+    """The mesh of ``layout`` over all ranks, outermost axis first.
+
+    The joined axis is named after the data axes of more than one rank.
+    """
     degrees = tuple(getattr(layout, axis) for axis in MESH_ORDER)
-    return init_device_mesh(device_type, degrees, mesh_dim_names=MESH_ORDER)
-
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks with different sequences as one axis, named after the axes of more than one rank it joins."""
-    wide = tuple(axis for axis in DATA_AXES if mesh[axis].size() > 1)
-    if len(wide) < 2:
-        return mesh[wide[0] if wide else DATA_AXES[-1]]
-    return mesh[wide]._flatten(joined_axis(wide))
+    root = init_device_mesh(device_type, degrees, mesh_dim_names=MESH_ORDER)
+    wide = tuple(axis for axis in DATA_AXES if getattr(layout, axis) > 1)
+    if len(wide) > 1:
+        return RankMesh(root, root[wide]._flatten(joined_axis(wide)))
+    return RankMesh(root, root[wide[0] if wide else DATA_AXES[-1]])
 
 
 def init_process_group(
-    device: torch.device, init_method: str, rank: int, world: int, timeout_s: float, backend: str | None = None
+    device: torch.device,
+    init_method: str,
+    rank: int,
+    world: int,
+    timeout_s: float,
+    backend: str | None = None,
 ) -> None:
     """Join the ranks; a collective that waits longer than ``timeout_s`` ends the run."""
     dist.init_process_group(

@@ -135,7 +135,9 @@ def build_model(spec: ModelSpec, dtype: torch.dtype) -> Transformer:
     return model
 
 
-def rotary_tables(spec: ModelSpec, seq: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    spec: ModelSpec, seq: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position and frequency, S x D/2 each."""
     exponent = torch.arange(0, spec.head_size, 2, device=device, dtype=dtype) / spec.head_size
     frequency = 1.0 / spec.rope_theta**exponent

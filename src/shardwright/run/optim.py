@@ -5,17 +5,18 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import LayoutError
 from shardwright.job import Job
+from shardwright.run.mesh import RankMesh
 
 
 def build_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     """AdamW or SGD over the model's shards; weight decay on matrices, not on norms and biases.
 
-    Fused, so that the step makes no temporary copy of the state.
+    AdamW is fused, so that the step makes no temporary copy of the state. Fused SGD has no rule for sharded
+    tensors in torch 2.13: SGD goes tensor by tensor, and with weight decay holds a copy of one gradient.
     """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
@@ -29,7 +30,7 @@ def build_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
         )
     if job.optimizer in ("sgd", "sgd_momentum"):
         momentum = job.momentum if job.optimizer == "sgd_momentum" else 0.0
-        return torch.optim.SGD(groups, lr=job.learning_rate, momentum=momentum, fused=True)
+        return torch.optim.SGD(groups, lr=job.learning_rate, momentum=momentum, foreach=False)
     raise LayoutError(f"optimizer={job.optimizer!r} is only modelled: train with adamw, sgd or sgd_momentum")
 
 
@@ -48,8 +49,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def gradient_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
-    """Global 2-norm of the gradients, accumulated in fp64 so that no layout changes it. Scalar, on every rank.
+def gradient_norm(model: nn.Module, mesh: RankMesh) -> Tensor:
+    """Global 2-norm of the gradients, summed in fp64 so that no layout changes it. Scalar, on every rank.
 
     One sum over dp_shard; replicas hold equal gradients. plan/traffic.py predicts it.
     """
@@ -60,12 +61,12 @@ def gradient_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
     return total.sqrt()
 
 
-def clip_gradients(model: nn.Module, norm: Tensor, clip_norm: float) -> None:
+def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
     """Scale all gradients so that their global norm is at most ``clip_norm``; 0 leaves them."""
-    if clip_norm <= 0 or float(norm) <= clip_norm:
+    if clip_norm <= 0 or norm <= clip_norm:
         return
     local = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(local, clip_norm / float(norm))
+    torch._foreach_mul_(local, clip_norm / norm)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ def apply_recompute(model: Transformer, kind: Recompute, kept: Sequence[str]) ->
     """
     if kind == "none":
         return
-    wrap = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    wrap = functools.partial(
+        checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+    )
     if kind == "selective":
         wrap = functools.partial(wrap, context_fn=functools.partial(_contexts, tuple(kept)))
     for layer in model.model.layers:

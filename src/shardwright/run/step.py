@@ -1,21 +1,26 @@
 """One optimizer step: the program that training executes and the dry run replays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
 from shardwright.run.loss import MASKED, cross_entropy
-from shardwright.run.mesh import data_mesh
+from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Transformer, build_model
-from shardwright.run.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from shardwright.run.optim import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    set_learning_rate,
+)
 from shardwright.run.recompute import apply_recompute
 
 Microbatch = tuple[Tensor, Tensor]
@@ -31,7 +36,7 @@ class StepResult:
     tokens: int
 
 
-def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: DeviceMesh) -> Transformer:
+def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) -> Transformer:
     """The model of a plan, split as the layout says, still without storage."""
     model = build_model(spec, parameter_dtype(job.precision))
     apply_recompute(model, layout.recompute, layout.kept)
@@ -42,20 +47,28 @@ def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: DeviceMesh) 
 class Stepper:
     """Holds what one step needs: model, optimizer, mesh, job and layout."""
 
-    def __init__(self, model: Transformer, job: Job, layout: Layout, mesh: DeviceMesh) -> None:
-        self.model, self.job, self.layout, self.mesh = model, job, layout, mesh
+    def __init__(
+        self,
+        model: Transformer,
+        job: Job,
+        layout: Layout,
+        mesh: RankMesh,
+        read: Callable[[Tensor], float] = float,
+    ) -> None:
+        """``read`` turns a scalar tensor into a number; a dry run, whose tensors hold none, replaces it."""
+        self.model, self.job, self.layout, self.mesh, self.read = model, job, layout, mesh, read
         self.optimizer = build_optimizer(model, job)
-        self.data_group = data_mesh(mesh).get_group() if layout.dp > 1 else None
+        self.data_group = mesh.data.get_group() if layout.dp > 1 else None
 
     def step(self, index: int, microbatches: Sequence[Microbatch]) -> StepResult:
         """Forward and backward over ``microbatches``, then one update of the parameters."""
         loss, tokens = self.backward(microbatches)
-        norm = gradient_norm(self.model, self.mesh)
+        norm = self.read(gradient_norm(self.model, self.mesh))
         clip_gradients(self.model, norm, self.job.clip_norm)
         set_learning_rate(self.optimizer, learning_rate(self.job, index))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, float(norm), tokens)
+        return StepResult(loss, norm, tokens)
 
     def backward(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """Leave the step's gradients on the parameters; returns the global loss and token count."""
@@ -70,12 +83,12 @@ class Stepper:
             detached = loss.detach().double()
             total = detached if total is None else total + detached
             del loss, detached
-        return float(self.sum_over_data(total)), int(tokens)
+        return self.read(self.sum_over_data(total)), int(tokens)
 
     def global_tokens(self, targets: Sequence[Tensor]) -> float:
         """Unmasked tokens of the global batch; at least 1, so that an empty batch has loss 0."""
         counts = torch.stack([(target != MASKED).sum() for target in targets])
-        return max(float(self.sum_over_data(counts.sum())), 1.0)
+        return max(self.read(self.sum_over_data(counts.sum())), 1.0)
 
     def sum_over_data(self, value: Tensor) -> Tensor:
         """Sum of a scalar over all ranks with different sequences."""

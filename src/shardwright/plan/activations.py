@@ -1,0 +1,256 @@
+"""Activations of one block: what is saved for the backward pass and what is in use at its worst moments.
+
+The block is written as the sequence of tensors that ``run/model.py`` makes and frees. From that one
+sequence come the saved bytes by tensor and the working set at every moment, per token; so a change of the
+runtime's block is a change here. Formulas of other runtimes stand at the end.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardwright.layout import Recompute
+from shardwright.model import ModelSpec
+from shardwright.plan.table import Floats
+
+ELEMENT_BYTES: Mapping[str, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of one activation or gathered parameter."""
+
+WIDE_BYTES: Mapping[str, int] = {"bf16": 4, "fp32": 4, "fp64": 8}
+"""Bytes of one statistic (norm deviation, log-sum-exp), reduced gradient and resting parameter."""
+
+
+class Moment(NamedTuple):
+    """A candidate for the peak inside one block's backward pass."""
+
+    name: str
+    token_bytes: float  # of the block's own tensors, for each token
+    gradient_bytes: float  # of weight gradients made so far, not yet reduced
+    fresh_bytes: float  # of the one made last: all there is when it is added to an older one at once
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """What a block keeps [B for each token, by tensor] and the moments that may be the peak."""
+
+    saved: Mapping[str, float]
+    moments: tuple[Moment, ...]
+
+    @property
+    def saved_bytes(self) -> float:
+        """Kept for the backward pass, for each token [B]."""
+        return sum(self.saved.values())
+
+
+@dataclass
+class _Tape:
+    """Tensors alive while the block's sequence is played; remembers every moment something was made."""
+
+    live: dict[str, float] = field(default_factory=dict)
+    gradients: float = 0.0
+    moments: list[Moment] = field(default_factory=list)
+
+    def make(self, step: str, gradient: float = 0.0, **tensors: float) -> None:
+        self.live.update(tensors)
+        self.gradients += gradient
+        self.moments.append(Moment(step, sum(self.live.values()), self.gradients, gradient))
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            del self.live[name]
+
+
+class _Sizes(NamedTuple):
+    """Bytes for each token of the widths a block has, and bytes of its weights' gradients."""
+
+    h: float
+    query: float
+    key: float
+    ffn: float
+    wide: float
+    heads: float  # one statistic a query head
+    kv_heads: float
+    weights: Mapping[str, float]
+
+
+def _sizes(model: ModelSpec, precision: str) -> _Sizes:
+    e, w = ELEMENT_BYTES[precision], WIDE_BYTES[precision]
+    query, key = model.heads * model.head_size, model.kv_heads * model.head_size
+    weights = {
+        "q": query * (model.hidden + model.qkv_bias),
+        "k": key * (model.hidden + model.qkv_bias),
+        "v": key * (model.hidden + model.qkv_bias),
+        "o": model.hidden * (query + model.out_bias),
+        "gate": model.ffn * (model.hidden + model.mlp_bias),
+        "up": model.ffn * (model.hidden + model.mlp_bias),
+        "down": model.hidden * (model.ffn + model.mlp_bias),
+        "norm": model.hidden,
+        "qk_norm": model.head_size,
+    }
+    return _Sizes(
+        h=e * model.hidden, query=e * query, key=e * key, ffn=e * model.ffn, wide=w,
+        heads=w * model.heads, kv_heads=w * model.kv_heads,
+        weights={name: e * numel for name, numel in weights.items()},
+    )  # fmt: skip
+
+
+def block_activations(model: ModelSpec, precision: str, recompute: Recompute) -> BlockActivations:
+    """Saved tensors and moments of one block as the runtime executes it.
+
+    The residual stream's input counts as saved by the block that reads it.
+    """
+    sizes = _sizes(model, precision)
+    tape = _Tape(live={"input": sizes.h})
+    _forward(tape, sizes, model.qk_norm)
+    tape.free("output")
+    saved = dict(tape.live)
+    if recompute != "none":
+        kept = {"input"}
+        if recompute == "selective":
+            kept |= {"q_raw", "k_raw", "v", "attention", "lse", "o", "gate", "up"}
+        sizes_of = saved | {"q_raw": sizes.query, "k_raw": sizes.key, "o": sizes.h}
+        saved = {name: sizes_of[name] for name in sizes_of if name in kept}
+    backward = _Tape(live=dict(saved) | {"grad": sizes.h})
+    if recompute != "none":
+        _recompute(backward, sizes, model.qk_norm)
+    _backward(backward, sizes, model.qk_norm)
+    return BlockActivations(saved, _worst(backward.moments))
+
+
+def _forward(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
+    tape.make("input norm", norm1=z.h, rstd1=z.wide)
+    tape.make("query, key, value", q_raw=z.query, k_raw=z.key, v=z.key)
+    _rotate(tape, z, qk_norm)
+    tape.make("attention", attention=z.query, lse=z.heads)
+    tape.make("attention output", o=z.h)
+    _feed_forward(tape, z)
+    tape.make("down", down=z.h)
+    tape.make("residual", output=z.h)
+    tape.free("down")
+
+
+def _rotate(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
+    """Rotary embedding, after query/key norms where the model has them; these keep their input."""
+    if qk_norm:
+        tape.make("query/key norm", q_norm=z.query, k_norm=z.key, q_rstd=z.heads, k_rstd=z.kv_heads)
+    tape.make("rotary embedding", q=z.query, k=z.key)
+    tape.free(*(("q_norm", "k_norm") if qk_norm else ("q_raw", "k_raw")))
+
+
+def _feed_forward(tape: _Tape, z: _Sizes) -> None:
+    tape.make("residual", middle=z.h)
+    tape.free("o")
+    tape.make("second norm", norm2=z.h, rstd2=z.wide)
+    tape.make("gate and up", gate=z.ffn, up=z.ffn)
+    tape.make("SwiGLU", product=z.ffn)
+
+
+def _recompute(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
+    """The forward pass again, up to the last saved tensor; kept outputs are taken, not made."""
+    tape.make("recompute", norm1=z.h, rstd1=z.wide)
+    tape.make("recompute", q_raw=z.query, k_raw=z.key, v=z.key)
+    _rotate(tape, z, qk_norm)
+    tape.make("recompute", attention=z.query, lse=z.heads)
+    tape.make("recompute", o=z.h)
+    _feed_forward(tape, z)
+
+
+def _backward(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
+    weights = z.weights
+    tape.make("down backward", weights["down"], d_product=z.ffn)
+    tape.free("product")
+    tape.make("SwiGLU backward", d_gate=z.ffn, d_up=z.ffn)
+    tape.free("gate", "up", "d_product")
+    tape.make("up backward", weights["up"], d_norm2=z.h)
+    tape.free("d_up")
+    tape.make("gate backward", weights["gate"], d_norm2_too=z.h)
+    tape.free("d_gate", "norm2", "d_norm2_too")
+    tape.make("second norm backward", weights["norm"], d_middle=z.h)
+    tape.free("d_norm2", "middle", "rstd2")
+    tape.free("d_middle")  # added into the residual's gradient
+    tape.make("attention output backward", weights["o"], d_attention=z.query)
+    tape.make("attention backward", d_q=z.query, d_k=z.key, d_v=z.key)
+    tape.free("q", "k", "v", "attention", "lse", "d_attention")
+    tape.make("rotary backward", d_k_raw=z.key)
+    tape.free("d_k")
+    tape.make("rotary backward", d_q_raw=z.query)
+    tape.free("d_q")
+    if qk_norm:
+        tape.make("key norm backward", weights["qk_norm"], d_k_norm=z.key)
+        tape.free("d_k_norm", "k_raw", "k_rstd")
+        tape.make("query norm backward", weights["qk_norm"], d_q_norm=z.query)
+        tape.free("d_q_norm", "q_raw", "q_rstd")
+    tape.make("value backward", weights["v"], d_norm1=z.h)
+    tape.free("d_v")
+    tape.make("key backward", weights["k"], d_norm1_too=z.h)
+    tape.free("d_norm1_too", "d_k_raw")
+    tape.make("query backward", weights["q"], d_norm1_too=z.h)
+    tape.free("d_norm1_too", "d_q_raw", "norm1")
+    tape.make("input norm backward", weights["norm"], d_input=z.h)
+
+
+def _worst(moments: list[Moment]) -> tuple[Moment, ...]:
+    """Moments that no other one exceeds in tensors and gradients alike."""
+    return tuple(
+        m
+        for i, m in enumerate(moments)
+        if not any(
+            all(theirs >= ours for theirs, ours in zip(o[1:], m[1:], strict=True))
+            and (o[1:] != m[1:] or j < i)
+            for j, o in enumerate(moments)
+            if j != i
+        )
+    )
+
+
+def rotary_table_bytes(model: ModelSpec, seq: int, precision: str) -> float:
+    """Cosine and sine tables, made once a forward pass and shared by all blocks [B]."""
+    return WIDE_BYTES[precision] * seq * model.head_size
+
+
+# Formulas of other runtimes
+
+
+def llama_block_saved_bytes(
+    model: ModelSpec,
+    seq: int,
+    *,
+    swiglu: Literal["fused", "eager"] = "eager",
+    norm: Literal["fused", "upcast", "decomposed"] = "fused",
+    attention: Literal["flash", "scores"] = "flash",
+    repeat_kv: bool = False,
+) -> float:
+    """Saved for each token by a Llama block in bf16, as written in other ways [B].
+
+    ``eager`` SwiGLU keeps silu(gate) besides gate, up and product (8f; fused 6f, which is the runtime's form).
+    ``upcast`` is the norm of Hugging Face (fp32 input and normalised copy), ``decomposed`` torch's on a device
+    without a fused kernel. ``scores`` keeps fp32 softmax and its bf16 copy instead of a log-sum-exp.
+
+    Source: shared FORMULAE 2.2, each measured to the byte on CPU; Korthikanti et al. 2022 for the method.
+    """
+    h, a = model.hidden, model.heads
+    query, key = a * model.head_size, model.kv_heads * model.head_size
+    keys = 2 * query if repeat_kv else 2 * key
+    total = 8 * h + 4 * query + 2 * keys + {"fused": 6, "eager": 8}[swiglu] * model.ffn + 8
+    total += 2 * h * {"fused": 0, "upcast": 4, "decomposed": 6}[norm]
+    total += 4 * a if attention == "flash" else 6 * a * seq
+    if model.qk_norm:
+        total += 2 * query + 2 * key + 4 * (a + model.kv_heads)
+    return float(total)
+
+
+def gpt_block_activation_bytes(
+    s: ArrayLike, b: ArrayLike, h: ArrayLike, a: ArrayLike, recompute: Recompute = "none"
+) -> Floats:
+    """Saved by one GPT block with dropout and materialised scores, 16-bit, on one rank [B]. All broadcast.
+
+    ``selective`` recomputes the attention core, ``full`` keeps the input alone.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2.
+    """
+    s, b, h, a = (np.asarray(x, dtype=np.float64) for x in (s, b, h, a))
+    factor = {"none": 34 + 5 * a * s / h, "selective": np.float64(34), "full": np.float64(2)}[recompute]
+    return np.asarray(s * b * h * factor)

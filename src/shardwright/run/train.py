@@ -1,0 +1,449 @@
+"""Training: steps, evaluation, progress, and the folder that records a run.
+
+``train`` runs on every rank inside a process group (run/launch.py). Rank 0 writes in the run folder:
+
+    metrics.jsonl   one line a step, written as it ends
+    events/         for TensorBoard, where asked
+    result.json     when all steps are done, a person stops the run, or the loss is no number any more:
+                    what was reached, what was predicted, what it ran on
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.live import Live
+
+import shardwright
+from shardwright.errors import MissingExtraError, PlanFileError, RunFailedError
+from shardwright.job import Job
+from shardwright.layout import Layout
+from shardwright.model import ModelSpec
+from shardwright.run.dataset import Batches, Sample
+from shardwright.run.dp import reshard
+from shardwright.run.init import initialise
+from shardwright.run.loss import MASKED, cross_entropy
+from shardwright.run.mesh import RankMesh, build_mesh
+from shardwright.run.model import Transformer
+from shardwright.run.optim import learning_rate
+from shardwright.run.step import Microbatch, Stepper, parallel_model
+from shardwright.units import format_bytes, format_duration
+
+METRICS, RESULT, EVENTS = "metrics.jsonl", "result.json", "events"
+
+METERED_STEP = 1
+"""Index of the step whose memory is measured: the second, because the first also creates optimizer state."""
+
+LIVE_INTERVAL_S = 0.1
+PLAIN_INTERVAL_S = 5.0
+"""Shortest time between two lines of progress, on a terminal and elsewhere."""
+
+
+class Meter(AbstractContextManager[Any], Protocol):
+    """Measures memory inside its ``with`` block."""
+
+    peak: int  # most bytes held at once
+
+
+MeterFactory = Callable[[Transformer, torch.optim.Optimizer, RankMesh], Meter]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl. ``step`` counts from 1."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int  # unmasked, of the global batch
+    step_time: float  # s
+    tokens_per_s: float  # all tokens of the global batch, masked ones too
+    mfu: float | None
+    memory: int | None  # peak on rank 0 so far, B
+    eval_loss: float | None
+
+
+def prepare_run_folder(folder: Path) -> None:
+    """Make ``folder``.
+
+    Raises: PlanFileError: it already holds a run, or cannot be made.
+    """
+    if any((folder / name).exists() for name in (METRICS, RESULT)):
+        raise PlanFileError(f"run folder {folder} already holds a run: give another --run-dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise PlanFileError(
+            f"cannot make run folder {folder}: {fault.strerror}: give another --run-dir"
+        ) from None
+
+
+def train(
+    spec: ModelSpec,
+    job: Job,
+    layout: Layout,
+    dataset: Batches,
+    run_directory: Path,
+    *,
+    predicted_step_time: float,
+    predicted_memory: float,
+    device_type: str = "cpu",
+    step_flops: float | None = None,
+    peak_flops_per_s: float | None = None,
+    meter_factory: MeterFactory | None = None,
+    tensorboard: bool = False,
+    after_step: Callable[[StepRecord], None] | None = None,
+) -> dict[str, Any] | None:
+    """Train on this rank with all others; rank 0 returns what result.json holds, the others None.
+
+    ``step_flops`` [FLOP] of the whole model and global batch, and ``peak_flops_per_s`` of one device: with
+    both, MFU is known. ``meter_factory`` measures memory around one step where the device does not itself
+    (CPU). ``after_step`` is called on every rank. On SIGINT or SIGTERM every rank ends after the same step.
+
+    Raises: PlanFileError: the folder already holds a run. RunFailedError: loss or gradients are not finite.
+    """
+    record = (
+        Record(run_directory, job, layout, tensorboard)
+        if _agree_on_folder(run_directory, tensorboard)
+        else None
+    )
+    device = (
+        torch.device(device_type, torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
+    mesh = build_mesh(layout, device_type)
+    model = parallel_model(spec, job, layout, mesh)
+    initialise(model, job.seed, device)
+    stepper = Stepper(model, job, layout, mesh)
+    memory = MemoryGauge(stepper, device, meter_factory)
+    peak_time = step_flops / (peak_flops_per_s * layout.ranks) if step_flops and peak_flops_per_s else None
+    result = None
+    with record or contextlib.nullcontext(), _stop_requests() as stop:
+        interrupted, fault = False, None
+        for index in range(job.steps):
+            line = _one_step(stepper, dataset, index, memory, peak_time)
+            if record is not None:
+                record.add(line)
+            if after_step is not None:
+                after_step(line)
+            fault = _not_finite(line)
+            interrupted = _any_rank(stop(), device) and line.step < job.steps
+            if fault or interrupted:
+                break
+        peak_memory = memory.peak_of_all_ranks()
+        if record is not None:
+            ending = {"interrupted": interrupted, "fault": fault, "peak_memory": peak_memory}
+            predicted = {"step_time": predicted_step_time, "memory": predicted_memory}
+            result = record.finish(
+                {**ending, "predicted": predicted, **_circumstances(device, dataset.digest())}
+            )
+    if fault:
+        raise RunFailedError(fault)
+    return result
+
+
+def evaluate(stepper: Stepper, dataset: Batches) -> float:
+    """Loss over ``job.eval_batches`` held-out global batches, mean over unmasked tokens, on every rank.
+
+    Forward only; leaves the model resharded, as a step leaves it.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=stepper.mesh.device_type)
+    with torch.no_grad():
+        for batch in range(stepper.job.eval_batches):
+            samples = dataset.held_out_microbatches(batch, stepper.layout, stepper.mesh.data.get_local_rank())
+            for token_BS, target_BS in _to_device(samples, stepper.mesh.device_type):
+                total[0] += cross_entropy(stepper.model(token_BS), target_BS, 1.0)
+                total[1] += (target_BS != MASKED).sum()
+    reshard(stepper.model)
+    loss, tokens = stepper.sum_over_data(total).tolist()
+    return loss / max(tokens, 1.0)
+
+
+class MemoryGauge:
+    """Peak memory of this rank [B]: CUDA's own from the second step on, else a meter around that step."""
+
+    def __init__(self, stepper: Stepper, device: torch.device, meter_factory: MeterFactory | None) -> None:
+        self.device, self.peak = device, 0
+        self._metered = min(METERED_STEP, stepper.job.steps - 1)
+        self._make = (
+            None
+            if meter_factory is None
+            else lambda: meter_factory(stepper.model, stepper.optimizer, stepper.mesh)
+        )
+
+    @contextlib.contextmanager
+    def around(self, index: int) -> Iterator[None]:
+        """Measure step ``index`` if it is the one."""
+        if self.device.type == "cuda":
+            if index == self._metered:
+                torch.cuda.reset_peak_memory_stats()
+            yield
+            self.peak = torch.cuda.max_memory_allocated()
+        elif self._make is not None and index == self._metered:
+            meter = self._make()
+            with meter:
+                yield
+            self.peak = meter.peak
+        else:
+            yield
+
+    def peak_of_all_ranks(self) -> int | None:
+        """Peak of the rank that holds most; None if none was measured."""
+        value = torch.tensor(self.peak, dtype=torch.int64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value) or None
+
+
+class Record:
+    """What rank 0 writes and shows of a run."""
+
+    def __init__(self, folder: Path, job: Job, layout: Layout, tensorboard: bool) -> None:
+        self.folder, self.job, self.layout = folder, job, layout
+        self.lines: list[StepRecord] = []
+        self._metrics = (folder / METRICS).open("x", encoding="utf-8")
+        self._events = _summary_writer(folder) if tensorboard else None
+        self._progress = Progress(job.steps)
+
+    def __enter__(self) -> "Record":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._metrics.close()
+        if self._events is not None:
+            self._events.close()
+
+    def add(self, line: StepRecord) -> None:
+        """Put one step on disk and on the screen."""
+        self.lines.append(line)
+        self._metrics.write(json.dumps(_finite(asdict(line))) + "\n")
+        self._metrics.flush()
+        if self._events is not None:
+            for name, value in asdict(line).items():
+                if name != "step" and value is not None:
+                    self._events.add_scalar(name, value, line.step)
+        self._progress.show(line, steady_step_time(self.lines))
+
+    def finish(self, ending: Mapping[str, Any]) -> dict[str, Any]:
+        """Write result.json, whole or not at all, and return its content."""
+        step_time = steady_step_time(self.lines)
+        result = {
+            "steps": len(self.lines),
+            "losses": [line.loss for line in self.lines],
+            "gradient_norms": [line.gradient_norm for line in self.lines],
+            "eval_losses": [
+                {"step": line.step, "loss": line.eval_loss}
+                for line in self.lines
+                if line.eval_loss is not None
+            ],
+            "step_time": step_time,
+            "tokens_per_s": None if step_time is None else self.job.tokens_per_step / step_time,
+            "mfu": _median([line.mfu for line in self.lines[METERED_STEP + 1 :] if line.mfu is not None]),
+            **ending,
+            "run_directory": str(self.folder),
+            "layout": self.layout.model_dump(mode="json"),
+            "seed": self.job.seed,
+        }
+        result = _finite(result)
+        partial = self.folder / (RESULT + ".partial")
+        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, self.folder / RESULT)
+        return result
+
+
+class Progress:
+    """One line that changes on a terminal; a line every few seconds elsewhere. On stderr."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.console = Console(file=sys.stderr, highlight=False)
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        self._interval = LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S
+        self._shown = -math.inf
+
+    def start(self) -> None:
+        """Take the line of the terminal."""
+        if self._live is not None:
+            self._live.start()
+
+    def stop(self) -> None:
+        """Give it back, the last line left standing."""
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, line: StepRecord, step_time: float | None) -> None:
+        """Show a step, unless one was shown just before; the last one always."""
+        now = time.monotonic()
+        if now - self._shown < self._interval and line.step < self.steps:
+            return
+        self._shown = now
+        text = progress_line(line, self.steps, step_time)
+        if self._live is not None:
+            self._live.update(text, refresh=True)
+        else:
+            self.console.print(text, soft_wrap=True, markup=False)
+
+
+def progress_line(line: StepRecord, steps: int, step_time: float | None) -> str:
+    """Step, loss, gradient norm, tokens/s, MFU and memory where known, time left."""
+    parts = [
+        f"step {line.step:>{len(str(steps))}}/{steps}",
+        f"loss {line.loss:.4f}",
+        f"gradient norm {line.gradient_norm:.3f}",
+        f"{line.tokens_per_s:,.0f} tokens/s",
+    ]
+    if line.eval_loss is not None:
+        parts.insert(2, f"held out {line.eval_loss:.4f}")
+    if line.mfu is not None:
+        parts.append(f"MFU {line.mfu:.1%}")
+    if line.memory is not None:
+        parts.append(f"memory {format_bytes(line.memory)}")
+    left = (steps - line.step) * (step_time or line.step_time)
+    return "  ".join([*parts, f"{format_duration(left)} left"])
+
+
+def steady_step_time(lines: list[StepRecord]) -> float | None:
+    """Median time of the steps after the first and the metered one [s]; of all while there are no others."""
+    return _median([line.step_time for line in lines[METERED_STEP + 1 :] or lines])
+
+
+def _one_step(
+    stepper: Stepper, dataset: Batches, index: int, memory: MemoryGauge, peak_time: float | None
+) -> StepRecord:
+    """Step ``index`` from the data on, and its evaluation if one is due; the evaluation is not timed.
+
+    ``peak_time``: s that a step would take at the peak of the devices.
+    """
+    job = stepper.job
+    start = time.perf_counter()
+    with memory.around(index):
+        samples = dataset.microbatches(index, stepper.layout, stepper.mesh.data.get_local_rank())
+        found = stepper.step(index, _to_device(samples, stepper.mesh.device_type))
+    step_time = time.perf_counter() - start
+    due = job.eval_every and ((index + 1) % job.eval_every == 0 or index + 1 == job.steps)
+    return StepRecord(
+        step=index + 1,
+        loss=found.loss,
+        gradient_norm=found.gradient_norm,
+        learning_rate=learning_rate(job, index),
+        tokens=found.tokens,
+        step_time=step_time,
+        tokens_per_s=job.tokens_per_step / step_time,
+        mfu=None if peak_time is None else peak_time / step_time,
+        memory=memory.peak or None,
+        eval_loss=evaluate(stepper, dataset) if due else None,
+    )
+
+
+def _to_device(samples: list[Sample], device_type: str) -> list[Microbatch]:
+    return [(torch.from_numpy(tokens).to(device_type), torch.from_numpy(targets).to(device_type))
+            for tokens, targets in samples]  # fmt: skip
+
+
+def _agree_on_folder(folder: Path, tensorboard: bool) -> bool:
+    """Rank 0 makes the run folder; all ranks raise what it found. Whether this is rank 0."""
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise MissingExtraError("train", "--tensorboard")
+    fault: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            prepare_run_folder(folder)
+        except PlanFileError as error:
+            fault = [str(error)]
+    dist.broadcast_object_list(fault, src=0)
+    if fault[0] is not None:
+        raise PlanFileError(fault[0])
+    return dist.get_rank() == 0
+
+
+def _summary_writer(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(log_dir=str(folder / EVENTS))
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[Callable[[], bool]]:
+    """Turn SIGINT and SIGTERM into an answer to "was this rank asked to stop?"."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in numbers}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _any_rank(asked: bool, device: torch.device) -> bool:
+    """Whether any rank was asked to stop: all leave after the same step. One 8 B all-reduce, not timed."""
+    flag = torch.tensor(int(asked), dtype=torch.int64, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _not_finite(line: StepRecord) -> str | None:
+    """What to tell the user if loss or gradients are not finite; the same on every rank."""
+    for name, value in (("loss", line.loss), ("gradient norm", line.gradient_norm)):
+        if not math.isfinite(value):
+            return (
+                f"step {line.step}: the {name} is {value} (learning rate {line.learning_rate:g}): use a "
+                "lower learning_rate, longer warmup_steps or a clip_norm above 0; the steps before are in "
+                f"{METRICS}"
+            )
+    return None
+
+
+def _circumstances(device: torch.device, digest: str) -> dict[str, Any]:
+    """Device, software and data of a run."""
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    return {
+        "device": name,
+        "world_size": dist.get_world_size(),
+        "software": {
+            "shardwright": shardwright.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "numpy": np.__version__,
+            "system": platform.platform(),
+        },
+        "data_digest": digest,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what JSON cannot say (nan and infinities)."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,181 @@
+"""What tests of real ranks share: small models, ragged data, and one step of a plan against plain PyTorch."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.job import Job
+from shardwright.layout import KEPT_BY_SELECTIVE, Layout
+from shardwright.model import Llama3Rope, ModelSpec
+from shardwright.run.dataset import MASKED, sample_indices, stack_samples
+from shardwright.run.dp import sharded_modules
+from shardwright.run.init import initialise
+from shardwright.run.mesh import build_mesh
+from shardwright.run.model import Transformer
+from shardwright.run.optim import gradient_norm, learning_rate
+from shardwright.run.step import Stepper, parallel_model
+
+STEPS = 3
+
+# hidden, heads and head_size do not agree on purpose: nothing may assume hidden = heads * head_size
+BASE = ModelSpec(
+    name="tiny", model_type="llama", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_size=16, vocab=64
+)
+MODELS = {
+    "base": BASE,
+    "tied": BASE.model_copy(update={"tied_embeddings": True}),
+    "qk_norm": BASE.model_copy(update={"qk_norm": True, "model_type": "qwen3"}),
+    "bias": BASE.model_copy(update={"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
+    "uneven_vocab": BASE.model_copy(update={"vocab": 255}),
+    "rows_below_shards": BASE.model_copy(
+        update={"layers": 1, "hidden": 3, "ffn": 3, "heads": 1, "kv_heads": 1, "head_size": 2, "vocab": 3}
+    ),
+    "llama3_rope": BASE.model_copy(
+        update={
+            "rope_scaling": Llama3Rope(
+                factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=16
+            )
+        }
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RaggedBatches:
+    """Random tokens of which 5 to 100 % count, another share in every sequence.
+
+    ``empty``: indices in the global batch whose sequences have no unmasked token at all.
+    """
+
+    vocab: int
+    seq: int
+    empty: tuple[int, ...] = ()
+
+    def sample(self, step, index):
+        generator = np.random.default_rng([step, index])
+        span = generator.integers(0, self.vocab, self.seq + 1)
+        kept = generator.random(self.seq) < generator.uniform(0.05, 1.0)
+        targets = np.where(kept & (index not in self.empty), span[1:], MASKED)
+        return span[:-1], targets
+
+    def microbatches(self, step, layout, data_rank):
+        parts = sample_indices(layout, data_rank)
+        return [stack_samples(self.sample(step, index) for index in part) for part in parts]
+
+    def held_out_microbatches(self, batch, layout, data_rank):
+        return self.microbatches(1000 + batch, layout, data_rank)
+
+    def digest(self):
+        return "ragged"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What three steps show: gradients of the first before clipping, then losses and norms of all."""
+
+    gradients: dict
+    losses: list
+    norms: list
+    parameters: dict
+
+
+def layout_of(replicate, shard, stage, microbatches, micro_batch=2, recompute="none"):
+    return Layout(
+        dp_replicate=replicate,
+        dp_shard=shard,
+        zero_stage=stage,
+        micro_batch=micro_batch,
+        microbatches=microbatches,
+        recompute=recompute,
+        kept=KEPT_BY_SELECTIVE if recompute == "selective" else (),
+    )
+
+
+def job_of(global_batch, precision="fp64", optimizer="adamw", **others):
+    values = {"seq": 24, "steps": 10, "learning_rate": 1e-2, "warmup_steps": 2, "clip_norm": 0.5, **others}
+    return Job(global_batch=global_batch, precision=precision, optimizer=optimizer, **values)
+
+
+def whole(tensor):
+    """The whole of a tensor that may be sharded, as an array of fp64."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().double().numpy().copy()
+
+
+def torch_batches(batches, step, layout, rank):
+    samples = batches.microbatches(step, layout, rank)
+    return [(torch.from_numpy(tokens), torch.from_numpy(targets)) for tokens, targets in samples]
+
+
+def parallel_steps(spec, job, layout, batches, divide_factor=1.0):
+    """``Found`` of the plan, on each rank; runs under ``run_ranks``."""
+    mesh = build_mesh(layout, "cpu")
+    model = parallel_model(spec, job, layout, mesh)
+    for module in sharded_modules(model) if divide_factor != 1.0 else ():
+        module.set_gradient_divide_factor(divide_factor)
+    initialise(model, job.seed, torch.device("cpu"))
+    stepper = Stepper(model, job, layout, mesh)
+    rank = mesh.data.get_local_rank()
+    stepper.backward(torch_batches(batches, 0, layout, rank))
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    first_norm = float(gradient_norm(model, mesh))
+    stepper.optimizer.zero_grad(set_to_none=True)
+    steps = [stepper.step(index, torch_batches(batches, index, layout, rank)) for index in range(STEPS)]
+    assert first_norm == steps[0].gradient_norm or divide_factor != 1.0
+    return Found(
+        gradients,
+        [step.loss for step in steps],
+        [step.gradient_norm for step in steps],
+        {name: whole(parameter) for name, parameter in model.named_parameters()},
+    )
+
+
+@functools.cache
+def plain_steps(spec, job, batches):
+    """``Found`` of one process in plain PyTorch: nothing of ours but the model and its first weights."""
+    model = Transformer(spec).to(torch.float64 if job.precision == "fp64" else torch.float32)
+    initialise(model, job.seed, torch.device("cpu"))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": job.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if job.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, betas=(job.beta1, job.beta2), eps=job.epsilon, foreach=False)
+    else:
+        momentum = job.momentum if job.optimizer == "sgd_momentum" else 0.0
+        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=momentum, foreach=False)
+    one = layout_of(1, 1, 0, 1, micro_batch=job.global_batch)
+    gradients, losses, norms = {}, [], []
+    for index in range(STEPS):
+        ((tokens, targets),) = torch_batches(batches, index, one, 0)
+        logits = model(tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=MASKED)
+        loss.backward()
+        if index == 0:
+            gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+        if 0 < job.clip_norm < norms[-1]:  # not clip_grad_norm_, which adds 1e-6 to the norm
+            for parameter in model.parameters():
+                parameter.grad *= job.clip_norm / norms[-1]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(job, index)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return Found(gradients, losses, norms, parameters)
+
+
+def relative(found, expected):
+    """Largest difference over the largest expected entry."""
+    scale = np.abs(expected).max()
+    return float(np.abs(np.asarray(found) - expected).max() / (scale or 1.0))
+
+
+def gradient_difference(found, expected):
+    """Worst parameter of the first step's gradients: difference relative to its largest entry, and name."""
+    assert found.gradients.keys() == expected.gradients.keys()
+    return max((relative(found.gradients[name], value), name) for name, value in expected.gradients.items())

@@ -52,6 +52,9 @@ class Device(Description):
     context: Bytes = Field(ge=0, description="held by driver, kernels and libraries in every process")
     communicator: Bytes = Field(ge=0, description="buffers of one communicator")
     allocator_margin: float = Field(ge=0, lt=1, description="share of allocated lost to fragmentation")
+    overlap: float = Field(
+        default=1.0, ge=0, le=1, description="share of communication that may run beside computation"
+    )
     gpus_per_node: PositiveInt = 8
     intra_link: Link = Field(description="between devices of one node")
     inter_link: Link = Field(description="between nodes, per device")
@@ -71,10 +74,18 @@ class Cluster(Description):
     ranks: PositiveInt
     gpus_per_node: PositiveInt
     device: Device
-    intra_link: Link
-    inter_link: Link
     price_per_device_hour: NonNegativeFloat = 0.0
     assumed: tuple[str, ...] = Field(default=(), description="what was not given, and the value taken")
+
+    @property
+    def intra_link(self) -> Link:
+        """Link between ranks of one node."""
+        return self.device.intra_link
+
+    @property
+    def inter_link(self) -> Link:
+        """Link between nodes, for each rank."""
+        return self.device.inter_link
 
     @property
     def nodes(self) -> int:
@@ -122,8 +133,6 @@ def cluster_of(device_name: str, ranks: int, gpus_per_node: int | None = None) -
         "ranks": ranks,
         "gpus_per_node": per_node,
         "device": kind,
-        "intra_link": kind.intra_link,
-        "inter_link": kind.inter_link,
         "assumed": tuple(assumed),
     }
     return Cluster.checked(values)

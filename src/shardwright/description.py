@@ -80,7 +80,7 @@ class Description(BaseModel):
 
     def to_toml(self) -> str:
         """Write as TOML; ``from_toml`` of it equals this record."""
-        return tomli_w.dumps(self.model_dump(context=AS_TEXT, exclude_none=True))
+        return tomli_w.dumps(self.model_dump(context=AS_TEXT, exclude_none=True), multiline_strings=True)
 
 
 def read_text(path: Path, error: type[ShardwrightError]) -> str:

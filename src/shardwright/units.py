@@ -105,3 +105,8 @@ def format_count(value: float) -> str:
         if abs(value) >= scale:
             return f"{value / scale:,.2f}{suffix}"
     return f"{value:,.0f}"
+
+
+def significant(value: float, digits: int = 6) -> float:
+    """``value`` with so many significant digits: estimates carry no more."""
+    return float(f"{value:.{digits}g}")

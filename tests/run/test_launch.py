@@ -59,7 +59,7 @@ def _no_orphans():
 
 
 @pytest.fixture
-def interrupt_soon():
+def interrupt_soon(ctrl_c):
     timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
     yield timer.start()
     timer.join()

@@ -162,6 +162,7 @@ def interrupt_at_third_step(line):
     time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupt_ends_all_ranks_after_one_step_and_loses_nothing(tmp_path):
     layout = layout_of(1, 2, 3, 1)
     result = start(tmp_path, layout, short_job(layout, steps=500), after_step=interrupt_at_third_step)

@@ -225,9 +225,9 @@ def llama_block_saved_bytes(
 ) -> float:
     """Saved for each token by a Llama block in bf16, as written in other ways [B].
 
-    ``eager`` SwiGLU keeps silu(gate) besides gate, up and product (8f; fused 6f, which is the runtime's form).
-    ``upcast`` is the norm of Hugging Face (fp32 input and normalised copy), ``decomposed`` torch's on a device
-    without a fused kernel. ``scores`` keeps fp32 softmax and its bf16 copy instead of a log-sum-exp.
+    ``eager`` SwiGLU keeps silu(gate) besides gate, up and product (8f); ``fused`` does not (6f, the runtime's
+    form). ``upcast`` is the norm of Hugging Face (fp32 input and normalised copy), ``decomposed`` torch's
+    without a fused kernel. ``scores`` keeps fp32 softmax and its bf16 copy, no log-sum-exp.
 
     Source: shared FORMULAE 2.2, each measured to the byte on CPU; Korthikanti et al. 2022 for the method.
     """
@@ -252,5 +252,5 @@ def gpt_block_activation_bytes(
     Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2.
     """
     s, b, h, a = (np.asarray(x, dtype=np.float64) for x in (s, b, h, a))
-    factor = {"none": 34 + 5 * a * s / h, "selective": np.float64(34), "full": np.float64(2)}[recompute]
-    return np.asarray(s * b * h * factor)
+    scores = 5 * a * s / h * (recompute == "none")
+    return np.asarray(s * b * h * ((2 if recompute == "full" else 34) + scores))

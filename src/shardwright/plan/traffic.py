@@ -118,6 +118,7 @@ def merged(flows: list[Flow]) -> list[Flow]:
 def units_text(parameters: ParameterTable) -> str:
     """FSDP units and the share of the parameters each gathers at once, for people."""
     return ", ".join(
-        f"{unit.kind}{f' x {unit.copies}' if unit.copies > 1 else ''} {unit.numel / parameters.parameters:.1%}"
+        f"{unit.kind}{f' x {unit.copies}' if unit.copies > 1 else ''} "
+        f"{unit.numel / parameters.parameters:.1%}"
         for unit in parameters.units
     )

@@ -23,8 +23,8 @@ from shardwright.run.model import Transformer
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, LOGITS, ACTIVATIONS = "gathered", "logits", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, GATHERED)
-"""What a storage is. GATHERED is all that FSDP holds whole for a while: parameters, gradients not yet reduced,
-and communication buffers. ACTIVATIONS is the rest, saved or in use."""
+"""What a storage is. GATHERED is all that FSDP holds whole for a while: parameters, gradients not yet
+reduced, and communication buffers. ACTIVATIONS is the rest, saved or in use."""
 
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -55,7 +55,8 @@ class _Storage(NamedTuple):
 class MemoryMeter(TorchDispatchMode):
     """Use as ``with meter:`` around a step; then read ``peak``, ``at_peak`` and ``traffic``.
 
-    ``at_rest`` holds the state's bytes as ``settle`` last found them: call it when the gradients are complete.
+    ``at_rest`` holds the state's bytes as ``settle`` last found them: call that when the gradients are
+    complete.
     """
 
     def __init__(self, model: Transformer, optimizer: torch.optim.Optimizer, mesh: RankMesh) -> None:

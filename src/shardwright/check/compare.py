@@ -1,0 +1,139 @@
+"""Ledger beside execution, term by term: is what the plan predicts what the program holds and sends?"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwright.check.dryrun import Execution, dry_run
+from shardwright.plan.memory import Ledger, memory_ledger, timeline
+from shardwright.plan.table import LayoutTable, table_of
+from shardwright.plan.traffic import merged, traffic
+from shardwright.planfile import Plan
+
+MEMORY_TOLERANCE = 0.02
+"""Largest difference of a term at the peak, as a share of the peak. The resting state and traffic have none."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A kind of memory: at rest (the state at the end of backward) or at the peak [B]."""
+
+    stage: int
+    term: str
+    moment: str  # "rest" or "peak"
+    predicted: int
+    executed: int
+    difference: int
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A collective on an axis in one step."""
+
+    axis: str
+    collective: str
+    predicted_payload_bytes: int
+    executed_payload_bytes: int
+    predicted_launches: int
+    executed_launches: int
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The verdict with all its rows."""
+
+    ok: bool
+    terms: tuple[Term, ...]
+    traffic: tuple[Flow, ...]
+    peak_moment: str
+    tolerance: Mapping[str, float]
+    time: float  # of the dry run [s]
+    host_memory: int | None  # peak of this process [B]
+
+    def document(self) -> dict[str, Any]:
+        """As one JSON document."""
+        return asdict(self)
+
+
+def check_plan(plan: Plan, memory_tolerance: float = MEMORY_TOLERANCE) -> Comparison:
+    """Dry-run one rank of ``plan`` and compare."""
+    return compare(plan, dry_run(plan.model, plan.job, plan.layout), memory_tolerance)
+
+
+def compare(plan: Plan, execution: Execution, memory_tolerance: float = MEMORY_TOLERANCE) -> Comparison:
+    """Compare the ledger of ``plan`` with an executed step."""
+    table = table_of([plan.layout])
+    ledger = memory_ledger(plan.model, plan.job, plan.cluster.device, table)
+    moment, peak = _peak_terms(plan, ledger, table, execution, memory_tolerance)
+    rest = {
+        "parameters": float(ledger.parameters[0]),
+        "gradients": float(ledger.gradients[0]),
+        "optimizer": float(ledger.optimizer[0]),
+    }
+    allowed = memory_tolerance * execution.peak
+    terms = [_term(name, "rest", rest[name], execution.at_rest[name], 0.0) for name in rest]
+    terms += [_term(name, "peak", peak[name], execution.at_peak[name], allowed) for name in peak]
+    terms.append(_term("total", "peak", float(ledger.allocated[0]), execution.peak, allowed))
+    flows = _flows(plan, table, execution)
+    return Comparison(
+        ok=all(term.ok for term in terms) and all(flow.ok for flow in flows),
+        terms=tuple(terms),
+        traffic=tuple(flows),
+        peak_moment=moment,
+        tolerance={"memory": memory_tolerance, "traffic": 0.0},
+        time=execution.time,
+        host_memory=peak_host_memory(),
+    )
+
+
+def peak_host_memory() -> int | None:
+    """Largest resident size this process has had [B]; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def _term(name: str, moment: str, predicted: float, executed: float, allowed: float) -> Term:
+    difference = round(predicted) - round(executed)
+    return Term(0, name, moment, round(predicted), round(executed), difference, abs(difference) <= allowed)
+
+
+def _peak_terms(
+    plan: Plan, ledger: Ledger, table: LayoutTable, execution: Execution, tolerance: float
+) -> tuple[str, dict[str, float]]:
+    """Predicted terms at the moment that the execution peaked at.
+
+    Moments may tie within the tolerance; of those, the one most like the execution is compared. The total is
+    judged apart, against the highest.
+    """
+    state = {"parameters": float(ledger.parameters[0]), "optimizer": float(ledger.optimizer[0])}
+    highest = float(ledger.allocated[0])
+    candidates = []
+    for name, valid, held in timeline(plan.model, plan.job, table):
+        terms = state | {kind: float(values[0]) for kind, values in held._asdict().items()}
+        if valid[0] and sum(terms.values()) >= (1 - tolerance) * highest:
+            distance = sum(abs(terms[kind] - execution.at_peak[kind]) for kind in terms)
+            candidates.append((distance, name, terms))
+    _, name, terms = min(candidates, key=lambda candidate: candidate[0])
+    return name, terms
+
+
+def _flows(plan: Plan, table: LayoutTable, execution: Execution) -> list[Flow]:
+    predicted = {
+        (flow.axis, flow.collective): (int(flow.launches[0]), int(flow.payload_bytes[0]))
+        for flow in merged(traffic(plan.model, plan.job, table))
+        if flow.launches[0]
+    }
+    executed = {(key.axis, key.name): (sent.launches, sent.payload_bytes) for key, sent in execution.traffic.items()}
+    rows = []
+    for key in sorted(predicted.keys() | executed.keys()):
+        (launches, payload), (real_launches, real_payload) = predicted.get(key, (0, 0)), executed.get(key, (0, 0))
+        ok = (launches, payload) == (real_launches, real_payload)
+        rows.append(Flow(*key, payload, real_payload, launches, real_launches, ok))
+    return rows

@@ -1,0 +1,325 @@
+"""The command line: parses, calls, prints. Rooms that need torch are imported by the commands that use them."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from shardwright import __version__
+from shardwright.cluster import Cluster, cluster_of, device, device_names, usable_cores
+from shardwright.errors import AnswerIsNo, MissingExtraError, ShardwrightError
+from shardwright.hf_config import model_from
+from shardwright.job import Job
+from shardwright.layout import RECOMPUTE_KINDS, check_runnable
+from shardwright.model import preset, preset_names
+from shardwright.planfile import Plan, load_plan, save_plan
+from shardwright.report import terminal
+
+app = typer.Typer(
+    name="shardwright",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Plan how to split transformer training over many GPUs, train with the plan, and prove it to the byte.",
+)
+
+
+class Precision(str, Enum):
+    """Choices of --precision."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+    fp64 = "fp64"
+
+
+class OptimizerName(str, Enum):
+    """Choices of --optimizer."""
+
+    adamw = "adamw"
+    sgd = "sgd"
+    sgd_momentum = "sgd_momentum"
+    adamw_8bit = "adamw_8bit"
+    adafactor = "adafactor"
+    muon = "muon"
+
+
+class AccountingName(str, Enum):
+    """Choices of --accounting."""
+
+    fsdp2 = "fsdp2"
+    zero = "zero"
+    megatron = "megatron"
+    pure_bf16 = "pure_bf16"
+
+
+class RecomputeKind(str, Enum):
+    """Choices of --recompute."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+PlanArgument = Annotated[Path, typer.Argument(help="A plan.toml, or a folder that holds one.", metavar="PLAN")]
+ModelArgument = Annotated[str, typer.Argument(help="A preset name, a config.json, or a folder holding one.")]
+
+
+def main() -> None:
+    """Run a command; errors made on purpose become one message and an exit status."""
+    try:
+        app()
+    except ShardwrightError as error:
+        print(f"shardwright: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+
+
+def _print(document: Mapping[str, Any], as_json: bool, report: Callable[[Mapping[str, Any]], RenderableType]) -> None:
+    if as_json:
+        print(json.dumps(document, indent=2, allow_nan=False))
+    else:
+        terminal.show(report(document))
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _need_torch(purpose: str) -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("train", purpose) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"shardwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def params(model: ModelArgument, as_json: JsonOption = False) -> None:
+    """Count a model's parameters and list its tensors."""
+    from shardwright.plan.params import parameter_table
+
+    spec = model_from(model)
+    table = parameter_table(spec)
+    document = {
+        "model": spec.name,
+        "parameters": table.parameters,
+        "active_parameters": table.parameters,
+        "mtp_parameters": 0,
+        "tensors": [{"name": t.name, "shape": list(t.shape), "role": t.role} for t in table.tensors()],
+    }
+    _print(document, as_json, terminal.params_report)
+
+
+@app.command()
+def presets(as_json: JsonOption = False) -> None:
+    """List the models and devices shipped with shardwright."""
+    from shardwright.plan.params import parameter_table
+
+    kinds = {kind.name: kind for kind in (device(name) for name in device_names())}
+    document = {
+        "models": [
+            {"name": name, "parameters": parameter_table(preset(name)).parameters} for name in preset_names()
+        ],
+        "devices": [
+            {
+                "name": kind.name,
+                "aliases": list(kind.aliases),
+                "memory": kind.memory,
+                "bf16": kind.bf16,
+                "intra_bandwidth": kind.intra_link.bandwidth,
+                "inter_bandwidth": kind.inter_link.bandwidth,
+            }
+            for kind in kinds.values()
+        ],
+    }
+    _print(document, as_json, terminal.presets_report)
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences of one optimizer step, over all ranks.")],
+    gpus: Annotated[int | None, typer.Option(help="Devices. Default: this machine's cores as CPU ranks.")] = None,
+    device_name: Annotated[str, typer.Option("--device", help="Kind of device; see 'presets'.")] = "cpu",
+    gpus_per_node: Annotated[int | None, typer.Option(help="Devices of one fast-link domain.")] = None,
+    cluster_file: Annotated[
+        Path | None, typer.Option("--cluster", help="A cluster.toml instead of --gpus and --device.")
+    ] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="Arithmetic. Default: bf16, on CPU fp32.")
+    ] = None,
+    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer.")] = OptimizerName.adamw,
+    accounting: Annotated[
+        AccountingName, typer.Option(help="Whose bytes per parameter to count; fsdp2 is what train does.")
+    ] = AccountingName.fsdp2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the job.")] = 1000,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-4,
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 never evaluates.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
+    dp_replicate: Annotated[int | None, typer.Option(help="Fix this degree.")] = None,
+    dp_shard: Annotated[int | None, typer.Option(help="Fix this degree.")] = None,
+    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Fix the sequences of a microbatch.")] = None,
+    recompute: Annotated[RecomputeKind | None, typer.Option(help="Fix what is recomputed.")] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(help='Use at most so much of a device, "70 GiB" for example.')
+    ] = None,
+    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 5,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best as a plan.toml.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure this machine's CPU ranks first (2 s).")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest layout of a job that fits, and say why the others are out."""
+    from shardwright.plan import finding
+
+    spec = model_from(model)
+    cluster = _cluster(cluster_file, device_name, gpus, gpus_per_node)
+    cpu = cluster.device.kind == "cpu"
+    job = Job.checked(
+        {
+            "seq": seq,
+            "global_batch": global_batch,
+            "steps": steps,
+            "precision": precision.value if precision else ("fp32" if cpu else "bf16"),
+            "accounting": accounting.value,
+            "optimizer": optimizer.value,
+            "learning_rate": learning_rate,
+            "warmup_steps": warmup_steps,
+            "eval_every": eval_every,
+            "seed": seed,
+        }
+    )
+    if measure:
+        cluster = _measured(spec, job, cluster)
+    fixed = {
+        "dp_replicate": dp_replicate,
+        "dp_shard": dp_shard,
+        "zero_stage": zero,
+        "micro_batch": micro_batch,
+        "recompute": None if recompute is None else RECOMPUTE_KINDS.index(recompute.value),
+    }
+    found = finding.find(spec, job, cluster, fixed, max_memory, top)
+    if output is not None:
+        save_plan(found.best, output)
+        _say(f"wrote {output}")
+    _print(found.document, as_json, terminal.plan_report)
+
+
+def _cluster(file: Path | None, device_name: str, gpus: int | None, gpus_per_node: int | None) -> Cluster:
+    if file is not None:
+        return Cluster.from_file(file)
+    if gpus is None:
+        if device(device_name).kind != "cpu":
+            raise typer.BadParameter(f"--gpus is missing: how many of {device_name}?")
+        gpus = usable_cores()
+    return cluster_of(device_name, gpus, gpus_per_node)
+
+
+def _measured(model: Any, job: Job, cluster: Cluster) -> Cluster:
+    if cluster.device.kind != "cpu":
+        raise typer.BadParameter("--measure is for CPU ranks of this machine")
+    _need_torch("measuring this machine")
+    from shardwright.measure.device import measured_cluster
+
+    return measured_cluster(model, job, cluster)
+
+
+@app.command()
+def explain(plan_path: PlanArgument, as_json: JsonOption = False) -> None:
+    """Show a plan's memory by term, its traffic by axis and link, and its step time."""
+    from shardwright.plan.explain import explanation
+
+    _print(explanation(load_plan(plan_path)), as_json, terminal.explain_report)
+
+
+@app.command()
+def check(
+    plan_path: PlanArgument,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest difference at the peak, as a share of it.", min=0, max=1)
+    ] = 0.02,
+    as_json: JsonOption = False,
+) -> None:
+    """Execute one rank without memory or network, and compare it with the ledger. Exit status 1 if they differ."""
+    loaded = load_plan(plan_path)
+    _need_torch("check")
+    check_runnable(loaded.model, loaded.job)
+    from shardwright.check.compare import check_plan
+
+    comparison = check_plan(loaded, tolerance)
+    _print(comparison.document(), as_json, terminal.check_report)
+    if not comparison.ok:
+        raise AnswerIsNo("the ledger and the program differ: see the rows marked")
+
+
+@app.command()
+def train(
+    plan_path: PlanArgument,
+    data: Annotated[
+        Path | None, typer.Option(help="A text file or a folder of them. Default: Python's standard library.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Local ranks to start, outside torchrun. Default: all of the plan's.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Train so many steps instead of the plan's.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: runs/<model>-<time>.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard events into the run folder.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train with a plan, under torchrun or with local ranks of its own."""
+    loaded = load_plan(plan_path)
+    _need_torch("train")
+    result = _train(loaded, data, nproc, steps, run_dir, tensorboard)
+    if result is not None:  # rank 0
+        _print(result, as_json, terminal.train_report)
+
+
+def _train(
+    loaded: Plan, data: Path | None, nproc: int | None, steps: int | None, run_dir: Path | None, tensorboard: bool
+) -> dict[str, Any] | None:
+    from shardwright.launcher import train_plan
+
+    return train_plan(loaded, data=data, nproc=nproc, steps=steps, run_directory=run_dir, tensorboard=tensorboard)
+
+
+@app.command()
+def loop(
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: runs/loop-<time>.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(help="Ranks.", min=1)] = 2,
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 60,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a small model for this machine, train it on 2 ranks, check the prediction, and show it all."""
+    _need_torch("loop")
+    from shardwright.launcher import loop_here
+    from shardwright.report.loop import loop_report
+
+    document = loop_here(run_dir, nproc, steps, say=_say)
+    _print(document, as_json, loop_report)
+    if not document["check"]["ok"]:
+        raise AnswerIsNo("the ledger and the program differ: see the rows marked")
+

@@ -1,0 +1,184 @@
+"""One layout explained: its prediction, ledger by stage, traffic by axis and link, and step time."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import shardwright
+from shardwright.cluster import Cluster
+from shardwright.job import Job
+from shardwright.layout import Layout, not_runnable_reasons
+from shardwright.model import ModelSpec
+from shardwright.plan.activations import block_activations, llama_block_saved_bytes
+from shardwright.plan.collectives import Placement, ring_time
+from shardwright.plan.memory import Ledger, memory_ledger, timeline
+from shardwright.plan.params import parameter_table
+from shardwright.plan.step import mfu, placements, step_time, tokens_per_second_per_device
+from shardwright.plan.table import LayoutTable, table_of
+from shardwright.plan.traffic import RING_SHARE, merged, traffic
+from shardwright.planfile import MemoryTerms, Plan, Prediction
+from shardwright.units import significant
+
+
+def plan_of(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> Plan:
+    """The plan of a layout, with its prediction."""
+    return Plan(
+        written_by=f"shardwright {shardwright.__version__}",
+        model=model,
+        job=job,
+        cluster=cluster,
+        layout=layout,
+        prediction=predict(model, job, cluster, layout),
+    )
+
+
+def predict(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> Prediction:
+    """Memory of the heaviest rank and time of a step."""
+    table = table_of([layout])
+    ledger = memory_ledger(model, job, cluster.device, table)
+    time = step_time(model, job, cluster, table).time
+    return Prediction(
+        step_time=significant(time[0]),
+        tokens_per_s_per_gpu=significant(tokens_per_second_per_device(job, cluster, time)[0]),
+        mfu=significant(mfu(model, job, cluster, time)[0]),
+        peak_moment=ledger.moments[int(ledger.moment[0])],
+        memory=memory_terms(ledger, 0),
+    )
+
+
+def memory_terms(ledger: Ledger, row: int) -> MemoryTerms:
+    """One row of a ledger, at its peak."""
+    return MemoryTerms(
+        parameters=round(float(ledger.parameters[row])),
+        gradients=round(float(ledger.at_peak.gradients[row])),
+        optimizer=round(float(ledger.optimizer[row])),
+        activations=round(float(ledger.at_peak.activations[row])),
+        logits=round(float(ledger.at_peak.logits[row])),
+        gathered=round(float(ledger.at_peak.gathered[row])),
+        communicators=round(float(ledger.communicators[row])),
+        context=round(ledger.context),
+        margin=round(float(ledger.margin[row])),
+    )
+
+
+def explanation(plan: Plan) -> dict[str, Any]:
+    """All there is to say about a plan, as one JSON document."""
+    table = table_of([plan.layout])
+    ledger = memory_ledger(plan.model, plan.job, plan.cluster.device, table)
+    step = step_time(plan.model, plan.job, plan.cluster, table)
+    reasons = not_runnable_reasons(plan.model, plan.job)
+    exposed = {axis: float(values[0]) for axis, values in step.exposed.items()}
+    return {
+        "layout": plan.layout.model_dump(mode="json"),
+        "runnable": not reasons,
+        "not_runnable_reasons": reasons,
+        "assumed": list(plan.cluster.assumed),
+        "stages": [_stage(ledger)],
+        "peak_moment": ledger.moments[int(ledger.moment[0])],
+        "timeline": _timeline(plan, table, ledger),
+        "activations": _activations(plan),
+        "units": _units(plan.model),
+        "traffic": _traffic(plan, table, exposed),
+        "step": {
+            "time": float(step.time[0]),
+            "compute": float(step.compute[0]),
+            "bubble": float(step.bubble[0]),
+            "exposed": sum(exposed.values()),
+            "optimizer": float(step.optimizer[0]),
+            "mfu": float(mfu(plan.model, plan.job, plan.cluster, step.time)[0]),
+            "tokens_per_s_per_gpu": float(tokens_per_second_per_device(plan.job, plan.cluster, step.time)[0]),
+        },
+        "device": {"name": plan.cluster.device.name, "memory": plan.cluster.device.memory},
+    }
+
+
+def _stage(ledger: Ledger) -> dict[str, Any]:
+    terms = memory_terms(ledger, 0)
+    return {
+        "stage": 0,
+        **terms.model_dump(mode="json"),
+        "total": terms.total,
+        "allocated": terms.allocated,
+        "reserved": terms.reserved,
+        "at_rest": {
+            "parameters": round(float(ledger.parameters[0])),
+            "gradients": round(float(ledger.gradients[0])),
+            "optimizer": round(float(ledger.optimizer[0])),
+        },
+    }
+
+
+def _timeline(plan: Plan, table: LayoutTable, ledger: Ledger) -> list[dict[str, Any]]:
+    """The highest moment of each part of a step, in order."""
+    state = float(ledger.parameters[0] + ledger.optimizer[0])
+    highest: dict[str, dict[str, Any]] = {}
+    for name, valid, held in timeline(plan.model, plan.job, table):
+        if not valid[0]:
+            continue
+        part = name.split(",")[0]
+        allocated = state + float(held.total[0])
+        if part not in highest or allocated > highest[part]["allocated"]:
+            terms = {kind: float(values[0]) for kind, values in held._asdict().items()}
+            highest[part] = {"moment": name, "allocated": allocated, **terms}
+    return list(highest.values())
+
+
+def _activations(plan: Plan) -> dict[str, Any]:
+    """What one block keeps for the backward pass, by tensor, for one microbatch."""
+    tokens = plan.layout.micro_batch * plan.job.seq
+    block = block_activations(plan.model, plan.job.precision, plan.layout.recompute)
+    none = block_activations(plan.model, plan.job.precision, "none")
+    return {
+        "recompute": plan.layout.recompute,
+        "kept_operations": list(plan.layout.kept),
+        "saved_by_block": {name: round(size * tokens) for name, size in block.saved.items()},
+        "saved_by_block_without_recompute": round(none.saved_bytes * tokens),
+        "saved_by_block_eager_swiglu": round(llama_block_saved_bytes(plan.model, plan.job.seq) * tokens)
+        if plan.job.precision == "bf16"
+        else None,
+        "blocks": plan.model.layers,
+    }
+
+
+def _units(model: ModelSpec) -> list[dict[str, Any]]:
+    """FSDP units: what is gathered at once."""
+    table = parameter_table(model)
+    return [
+        {
+            "kind": unit.kind,
+            "copies": unit.copies,
+            "parameters": unit.numel,
+            "share": unit.numel / table.parameters,
+        }
+        for unit in table.units
+    ]
+
+
+def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    places = placements(table)
+    for flow in merged(traffic(plan.model, plan.job, table)):
+        if not flow.launches[0]:
+            continue
+        place = places.get(flow.axis, Placement(table.dp, table.dp_shard * 0 + 1))
+        busy = ring_time(
+            flow.payload_bytes, flow.launches, RING_SHARE[flow.collective], place, plan.cluster
+        )
+        rows.append(
+            {
+                "axis": flow.axis,
+                "collective": flow.collective,
+                "degree": int(flow.degree[0]),
+                "payload_bytes": int(flow.payload_bytes[0]),
+                "bytes": float(flow.sent_bytes[0]),
+                "launches": int(flow.launches[0]),
+                "link": place.link(plan.cluster.gpus_per_node)[0],
+                "busy_time": float(busy[0]),
+                "exposed_time": 0.0,
+            }
+        )
+    for axis, time in exposed.items():
+        mine = [row for row in rows if row["axis"] == axis]
+        busy_sum = sum(row["busy_time"] for row in mine)
+        for row in mine:
+            row["exposed_time"] = time * row["busy_time"] / busy_sum
+    return rows

@@ -1,0 +1,230 @@
+"""The memory ledger: properties of every table, and published numbers of real models."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.cluster import device
+from shardwright.job import Job
+from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout
+from shardwright.model import ModelSpec, preset
+from shardwright.plan.accounting import ACCOUNTINGS, state_bytes_per_parameter
+from shardwright.plan.activations import ELEMENT_BYTES
+from shardwright.plan.memory import memory_ledger
+from shardwright.plan.moments import timeline
+from shardwright.plan.params import BLOCK, ROOT, parameter_table, root_only_table
+from shardwright.plan.table import table_of
+from shardwright.units import GiB
+
+H100 = device("h100-sxm")
+SPEC = ModelSpec(
+    name="tiny", model_type="llama", layers=3, hidden=64, ffn=96, heads=8, kv_heads=4, head_size=8, vocab=256
+)
+ADAM = 2  # moments
+
+
+def layout_of(shard=1, stage=None, replicate=1, micro_batch=1, microbatches=1, recompute="none"):
+    return Layout(
+        dp_replicate=replicate,
+        dp_shard=shard,
+        zero_stage=(0 if shard == 1 else 3) if stage is None else stage,
+        micro_batch=micro_batch,
+        microbatches=microbatches,
+        recompute=recompute,
+        kept=KEPT_BY_SELECTIVE if recompute == "selective" else (),
+    )
+
+
+def job_of(seq=128, **others):
+    return Job(seq=seq, global_batch=1, **others)
+
+
+def ledger_of(model, job, *layouts):
+    return memory_ledger(model, job, H100, table_of(layouts))
+
+
+def columns(ledger):
+    """Every column of a ledger, by name."""
+    values = {field.name: getattr(ledger, field.name) for field in dataclasses.fields(ledger)}
+    held = values.pop("at_peak")
+    values |= {f"at_peak.{name}": column for name, column in held._asdict().items()}
+    values |= {name: getattr(ledger, name) for name in ("allocated", "reserved", "device")}
+    return {name: column for name, column in values.items() if isinstance(column, np.ndarray)}
+
+
+def state(ledger):
+    return ledger.parameters + ledger.gradients + ledger.optimizer
+
+
+shards = st.sampled_from([1, 2, 3, 4, 8, 64])
+models = st.builds(
+    lambda layers, vocab, switches: SPEC.model_copy(
+        update={
+            "layers": layers,
+            "vocab": vocab,
+            **dict(zip(("tied_embeddings", "qk_norm", "qkv_bias", "mlp_bias"), switches, strict=True)),
+        }
+    ),
+    st.integers(1, 5),
+    st.sampled_from([100, 255, 256, 4096]),
+    st.tuples(*[st.booleans()] * 4),
+)
+jobs = st.builds(
+    job_of,
+    seq=st.sampled_from([16, 64, 250]),
+    precision=st.sampled_from(["bf16", "fp32", "fp64"]),
+    optimizer=st.sampled_from(["adamw", "sgd", "sgd_momentum"]),
+)
+layouts = st.builds(
+    lambda shard, stage, *others: layout_of(shard, stage if shard > 1 else 0, *others),
+    shards,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(RECOMPUTE_KINDS),
+)
+few = settings(deadline=None, max_examples=25)
+
+
+# Properties
+
+
+@few
+@given(models, jobs, st.lists(layouts, min_size=2, max_size=6))
+def test_a_layout_alone_is_its_row_of_a_table(model, job, rows):
+    table = columns(ledger_of(model, job, *rows))
+    for row, layout in enumerate(rows):
+        for name, column in columns(ledger_of(model, job, layout)).items():
+            assert column.tolist() == [table[name][row]], name
+
+
+@few
+@given(models, jobs, layouts)
+def test_the_peak_holds_the_state_and_is_a_moment_of_the_timeline(model, job, layout):
+    ledger = ledger_of(model, job, layout)
+    held = {name: held.total for name, valid, held in timeline(model, job, table_of([layout])) if valid[0]}
+    assert held[ledger.moments[ledger.moment[0]]] == ledger.at_peak.total == max(held.values())
+    assert min(column.min() for column in columns(ledger).values()) >= 0
+
+
+@few
+@given(models, jobs, layouts)
+def test_more_tokens_take_more_memory(model, job, layout):
+    more = layout.model_copy(update={"micro_batch": layout.micro_batch + 1})
+    one, wider = ledger_of(model, job, layout, more).allocated
+    (longer,) = ledger_of(model, job.model_copy(update={"seq": job.seq + 1}), layout).allocated
+    assert one < min(wider, longer)
+
+
+def test_recomputation_takes_less():
+    rows = [layout_of(8, recompute=kind) for kind in RECOMPUTE_KINDS]
+    none, selective, full = ledger_of(preset("llama-3.1-8b"), job_of(seq=8192), *rows).allocated
+    assert none > selective > full
+
+
+@few
+@given(models, jobs, st.integers(1, 3))
+def test_state_never_grows_with_dp_shard(model, job, stage):
+    rows = [layout_of(shard, stage if shard > 1 else 0) for shard in range(1, 33)]
+    ledger = ledger_of(model, job, *rows)
+    for column in (ledger.parameters, ledger.gradients, ledger.optimizer):
+        assert (np.diff(column) <= 0).all()
+
+
+@few
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 3), jobs)
+def test_shards_sum_to_the_whole(shard, stage, job):
+    """Every dim 0 of the model divides by these shards, and so nothing is padding."""
+    one, split = ledger_of(SPEC, job, layout_of(1), layout_of(shard, stage)).parameters
+    assert shard * split == one == parameter_table(SPEC).parameters * (8 if job.precision == "fp64" else 4)
+    for name in ("gradients", "optimizer"):
+        one, split = getattr(ledger_of(SPEC, job, layout_of(1), layout_of(shard, stage)), name)
+        assert shard * split == one
+
+
+@few
+@given(models, jobs, st.integers(1, 4), st.integers(1, 4))
+def test_replicas_hold_what_one_holds(model, job, replicate, shard):
+    """dp_replicate adds communicators and no tensor."""
+    ledger = ledger_of(model, job, layout_of(shard), layout_of(shard, replicate=replicate))
+    assert ledger.allocated[0] == ledger.allocated[1]
+    axes = (shard > 1) + (replicate > 1)
+    assert ledger.communicators[1] == H100.communicator * (axes + (axes == 2))
+
+
+def test_one_rank_holds_no_communicator():
+    ledger = ledger_of(SPEC, job_of(), layout_of())
+    assert ledger.communicators.tolist() == [0]
+    assert ledger.reserved == ledger.allocated * (1 + H100.allocator_margin)
+    assert ledger.device == ledger.reserved + H100.context
+
+
+# Published numbers
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("accounting", ["zero", "megatron", "pure_bf16"])
+def test_llama_2_7b_on_8_ranks_by_stage(accounting, stage):
+    """Every row of this model divides by 8: the ledger is the papers' formula times the parameters, exactly.
+
+    A stage-0 layout keeps all on every rank, as dp_replicate.
+    """
+    model = preset("llama-2-7b")
+    layout = layout_of(8, stage) if stage else layout_of(replicate=8)
+    (found,) = state(ledger_of(model, job_of(accounting=accounting), layout))
+    each = state_bytes_per_parameter(ACCOUNTINGS[accounting], ADAM, stage, 8)
+    assert found == each * 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("llama-2-7b", 14), ("llama-2-13b", 26), ("llama-2-70b", 140)]
+)
+def test_7_13_and_70_billion_in_stage_3(name, gigabytes):
+    """16 B a parameter over 8 ranks: 14, 26, 140 GB for round numbers of parameters."""
+    (found,) = state(ledger_of(preset(name), job_of(accounting="zero"), layout_of(8)))
+    assert found == pytest.approx(gigabytes * 1e9, rel=0.04)
+    assert found == 2 * parameter_table(preset(name)).parameters
+
+
+def test_7_billion_never_go_below_28_gigabytes_in_stage_1():
+    """Weights and gradients are whole: 4 of 16 B stay at any world size."""
+    rows = [layout_of(2**exponent, 1) for exponent in range(1, 14)]
+    model = preset("llama-2-7b")
+    found = state(ledger_of(model, job_of(accounting="zero"), *rows))
+    assert found.min() > 4 * parameter_table(model).parameters > 26.9e9
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("sgd_momentum", 12), ("sgd", 8), ("adamw", 16)])
+def test_bytes_a_parameter_of_the_runtime(optimizer, each):
+    """Parameter and gradient in fp32, then what the optimizer adds."""
+    (found,) = state(ledger_of(SPEC, job_of(optimizer=optimizer), layout_of()))
+    assert found == each * parameter_table(SPEC).parameters
+
+
+def test_state_of_llama_3_1_8b_drops_14_gib_from_8_to_128_ranks():
+    """pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md reports a drop of 15.0 to 15.4 GiB of
+    reserved memory from 8 to 128 GPUs; the state alone, 16 B a parameter, accounts for 14.0."""
+    rows = [layout_of(shard, micro_batch=2, recompute="selective") for shard in (8, 128)]
+    ledger = ledger_of(preset("llama-3.1-8b"), job_of(seq=8192), *rows)
+    few, many = state(ledger) / GiB
+    assert (round(few, 2), round(many, 2)) == (14.96, 0.93)
+    assert round(few - many, 1) == 14.0
+    assert ledger.at_peak.activations[0] == ledger.at_peak.activations[1]
+
+
+def test_wrapping_the_root_only_gathers_15_gib_at_once():
+    """What the runtime refuses: one unit of 100 % of the parameters, against one block or the head."""
+    table = parameter_table(preset("llama-3.1-8b"))
+    root = root_only_table(table)
+    (unit,) = root.units
+    assert (unit.kind, unit.copies, unit.numel) == (ROOT, 1, table.parameters)
+    assert root.parameters == table.parameters
+    at_once = ELEMENT_BYTES["bf16"] * unit.numel
+    largest = ELEMENT_BYTES["bf16"] * max(unit.numel for unit in table.units)
+    assert round(at_once / GiB, 2) == 14.96
+    assert round(largest / GiB, 2) == 0.98  # the head; a block has 0.41
+    assert round(ELEMENT_BYTES["bf16"] * table.unit(BLOCK).numel / GiB, 2) == 0.41

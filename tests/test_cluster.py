@@ -184,10 +184,17 @@ def test_faults_of_a_device_are_reported_at_once():
 
 
 def test_a_cluster_can_be_written_by_hand(tmp_path):
-    written = cluster_of("a100-sxm", 16).model_copy(
-        update={"inter_link": Link(bandwidth=24e9, latency=14e-6)}
-    )
+    shipped = cluster_of("a100-sxm", 16)
+    own = shipped.device.model_copy(update={"inter_link": Link(bandwidth=24e9, latency=14e-6)})
+    written = shipped.model_copy(update={"device": own})
     path = tmp_path / "cluster.toml"
     path.write_text(written.to_toml())
     assert 'bandwidth = "24 GB/s"' in path.read_text()
     assert Cluster.from_file(path) == written
+    assert Cluster.from_file(path).inter_link == own.inter_link
+
+
+def test_links_belong_to_the_device():
+    values = cluster_of("a100-sxm", 16).model_dump() | {"inter_link": {"bandwidth": 24e9, "latency": 14e-6}}
+    with pytest.raises(ClusterError, match="unknown key 'inter_link'"):
+        Cluster.checked(values)

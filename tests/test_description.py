@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwright.cluster import Cluster, Device, Link, device, device_names
 from shardwright.description import Description, nearest
-from shardwright.errors import ClusterError, JobError, LayoutError, ModelError
+from shardwright.errors import ClusterError, JobError, LayoutError, ModelError, ShardwrightError
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import Llama3Rope, ModelSpec, preset, preset_names
@@ -50,8 +50,6 @@ CLUSTERS = st.builds(
     ranks=COUNT,
     gpus_per_node=COUNT,
     device=DEVICES,
-    intra_link=LINKS,
-    inter_link=LINKS,
     price_per_device_hour=NON_NEGATIVE,
     assumed=st.lists(NAME, max_size=3).map(tuple),
 )
@@ -239,3 +237,14 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path):
 def test_nearest_prefers_one_and_else_lists_all():
     assert nearest("lama", ["llama", "qwen"]) == " (did you mean 'llama'?)"
     assert nearest("gpt", ["llama", "qwen"]) == " (known: llama, qwen)"
+
+
+def test_a_fault_between_keys_names_the_table_without_quoting_it():
+    class Outer(Description):
+        job: Job
+
+    with pytest.raises(
+        ShardwrightError, match=r"job: warmup_steps=2000 is not less than steps=1000"
+    ) as raised:
+        Outer.checked({"job": {"seq": 1, "global_batch": 1, "warmup_steps": 2000}})
+    assert "{" not in str(raised.value)

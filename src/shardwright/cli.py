@@ -1,9 +1,10 @@
-"""The command line: parses, calls, prints. Rooms that need torch are imported by the commands that use them."""
+"""The command line: parses, calls, prints. What needs torch is imported by the commands that use it."""
 
+import io
 import json
 import sys
 from collections.abc import Callable, Mapping
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,23 +13,26 @@ from rich.console import RenderableType
 
 from shardwright import __version__
 from shardwright.cluster import Cluster, cluster_of, device, device_names, usable_cores
-from shardwright.errors import AnswerIsNo, MissingExtraError, ShardwrightError
+from shardwright.errors import AnswerIsNo, ClusterError, MissingExtraError, ShardwrightError
 from shardwright.hf_config import model_from
 from shardwright.job import Job
 from shardwright.layout import RECOMPUTE_KINDS, check_runnable
-from shardwright.model import preset, preset_names
-from shardwright.planfile import Plan, load_plan, save_plan
+from shardwright.model import ModelSpec, preset, preset_names
+from shardwright.planfile import load_plan, save_plan
 from shardwright.report import terminal
 
 app = typer.Typer(
     name="shardwright",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Plan how to split transformer training over many GPUs, train with the plan, and prove it to the byte.",
+    help="Plan how to split transformer training over GPUs, train with the plan, and prove it to the byte.",
 )
 
 
-class Precision(str, Enum):
+LEDGER_DIFFERS = "the ledger and the program differ: see the rows that are not ok"
+
+
+class Precision(StrEnum):
     """Choices of --precision."""
 
     bf16 = "bf16"
@@ -36,7 +40,7 @@ class Precision(str, Enum):
     fp64 = "fp64"
 
 
-class OptimizerName(str, Enum):
+class OptimizerName(StrEnum):
     """Choices of --optimizer."""
 
     adamw = "adamw"
@@ -47,7 +51,7 @@ class OptimizerName(str, Enum):
     muon = "muon"
 
 
-class AccountingName(str, Enum):
+class AccountingName(StrEnum):
     """Choices of --accounting."""
 
     fsdp2 = "fsdp2"
@@ -56,7 +60,7 @@ class AccountingName(str, Enum):
     pure_bf16 = "pure_bf16"
 
 
-class RecomputeKind(str, Enum):
+class RecomputeKind(StrEnum):
     """Choices of --recompute."""
 
     none = "none"
@@ -64,13 +68,67 @@ class RecomputeKind(str, Enum):
     full = "full"
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-PlanArgument = Annotated[Path, typer.Argument(help="A plan.toml, or a folder that holds one.", metavar="PLAN")]
 ModelArgument = Annotated[str, typer.Argument(help="A preset name, a config.json, or a folder holding one.")]
+PlanArgument = Annotated[
+    Path, typer.Argument(help="A plan.toml, or a folder that holds one.", metavar="PLAN")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+# Options of `plan`
+Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)]
+GlobalBatch = Annotated[int, typer.Option(help="Sequences of one optimizer step, over all ranks.", min=1)]
+Gpus = Annotated[int | None, typer.Option(help="Devices. Default: this machine's cores as CPU ranks.", min=1)]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="Kind of device; see 'presets'. Default: cpu.")
+]
+GpusPerNode = Annotated[int | None, typer.Option(help="Devices of one fast-link domain.", min=1)]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="A cluster.toml instead of --gpus and --device.")
+]
+PrecisionOption = Annotated[Precision | None, typer.Option(help="Arithmetic. Default: bf16, on CPU fp32.")]
+OptimizerOption = Annotated[OptimizerName, typer.Option(help="Optimizer.")]
+AccountingOption = Annotated[
+    AccountingName, typer.Option(help="Whose bytes per parameter to count; fsdp2 is what train does.")
+]
+Steps = Annotated[int, typer.Option(help="Optimizer steps of the job.", min=1)]
+LearningRate = Annotated[float, typer.Option(help="Peak learning rate.", min=0)]
+WarmupSteps = Annotated[int, typer.Option(help="Steps of linear warm-up.", min=0)]
+EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0 never evaluates.", min=0)]
+Seed = Annotated[int, typer.Option(help="Seed of weights and data order.", min=0)]
+Degree = Annotated[int | None, typer.Option(help="Fix this degree.", min=1)]
+ZeroStage = Annotated[int | None, typer.Option(help="Fix the ZeRO stage.", min=0, max=3)]
+MicroBatch = Annotated[int | None, typer.Option(help="Fix the sequences of a microbatch.", min=1)]
+RecomputeOption = Annotated[RecomputeKind | None, typer.Option(help="Fix what is recomputed.")]
+MaxMemory = Annotated[str | None, typer.Option(help='Use at most so much of a device, "70 GiB" for example.')]
+Top = Annotated[int, typer.Option(help="Layouts to show.", min=1)]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="Write the best as a plan file; into a folder, as plan.toml."),
+]
+Measure = Annotated[bool, typer.Option(help="Measure this machine's CPU ranks first (2 s).")]
+
+# Options of `train` and `loop`
+DataOption = Annotated[
+    Path | None, typer.Option(help="A text file or a folder of them. Default: Python's standard library.")
+]
+Nproc = Annotated[
+    int | None,
+    typer.Option(help="Local ranks to start, outside torchrun. Default: all of the plan's.", min=1),
+]
+FewerSteps = Annotated[
+    int | None, typer.Option("--steps", help="Train so many steps instead of the plan's.", min=1)
+]
+RunFolder = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of the run. Default: runs/<name>-<time>.")
+]
+Tensorboard = Annotated[bool, typer.Option(help="Write TensorBoard events into the run folder.")]
 
 
 def main() -> None:
     """Run a command; errors made on purpose become one message and an exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a report has characters that not every encoding has
     try:
         app()
     except ShardwrightError as error:
@@ -78,7 +136,9 @@ def main() -> None:
         sys.exit(error.exit_status)
 
 
-def _print(document: Mapping[str, Any], as_json: bool, report: Callable[[Mapping[str, Any]], RenderableType]) -> None:
+def _print(
+    document: Mapping[str, Any], as_json: bool, report: Callable[[Mapping[str, Any]], RenderableType]
+) -> None:
     if as_json:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
@@ -156,37 +216,29 @@ def presets(as_json: JsonOption = False) -> None:
 @app.command()
 def plan(
     model: ModelArgument,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")],
-    global_batch: Annotated[int, typer.Option(help="Sequences of one optimizer step, over all ranks.")],
-    gpus: Annotated[int | None, typer.Option(help="Devices. Default: this machine's cores as CPU ranks.")] = None,
-    device_name: Annotated[str, typer.Option("--device", help="Kind of device; see 'presets'.")] = "cpu",
-    gpus_per_node: Annotated[int | None, typer.Option(help="Devices of one fast-link domain.")] = None,
-    cluster_file: Annotated[
-        Path | None, typer.Option("--cluster", help="A cluster.toml instead of --gpus and --device.")
-    ] = None,
-    precision: Annotated[
-        Precision | None, typer.Option(help="Arithmetic. Default: bf16, on CPU fp32.")
-    ] = None,
-    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer.")] = OptimizerName.adamw,
-    accounting: Annotated[
-        AccountingName, typer.Option(help="Whose bytes per parameter to count; fsdp2 is what train does.")
-    ] = AccountingName.fsdp2,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of the job.")] = 1000,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-4,
-    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
-    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 never evaluates.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
-    dp_replicate: Annotated[int | None, typer.Option(help="Fix this degree.")] = None,
-    dp_shard: Annotated[int | None, typer.Option(help="Fix this degree.")] = None,
-    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Fix the sequences of a microbatch.")] = None,
-    recompute: Annotated[RecomputeKind | None, typer.Option(help="Fix what is recomputed.")] = None,
-    max_memory: Annotated[
-        str | None, typer.Option(help='Use at most so much of a device, "70 GiB" for example.')
-    ] = None,
-    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 5,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best as a plan.toml.")] = None,
-    measure: Annotated[bool, typer.Option(help="Measure this machine's CPU ranks first (2 s).")] = False,
+    seq: Seq,
+    global_batch: GlobalBatch,
+    gpus: Gpus = None,
+    device_name: DeviceName = None,
+    gpus_per_node: GpusPerNode = None,
+    cluster_file: ClusterFile = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = OptimizerName.adamw,
+    accounting: AccountingOption = AccountingName.fsdp2,
+    steps: Steps = 1000,
+    learning_rate: LearningRate = 3e-4,
+    warmup_steps: WarmupSteps = 0,
+    eval_every: EvalEvery = 0,
+    seed: Seed = 0,
+    dp_replicate: Degree = None,
+    dp_shard: Degree = None,
+    zero: ZeroStage = None,
+    micro_batch: MicroBatch = None,
+    recompute: RecomputeOption = None,
+    max_memory: MaxMemory = None,
+    top: Top = 5,
+    output: Output = None,
+    measure: Measure = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest layout of a job that fits, and say why the others are out."""
@@ -194,13 +246,13 @@ def plan(
 
     spec = model_from(model)
     cluster = _cluster(cluster_file, device_name, gpus, gpus_per_node)
-    cpu = cluster.device.kind == "cpu"
+    default = "fp32" if cluster.device.kind == "cpu" else "bf16"
     job = Job.checked(
         {
             "seq": seq,
             "global_batch": global_batch,
             "steps": steps,
-            "precision": precision.value if precision else ("fp32" if cpu else "bf16"),
+            "precision": default if precision is None else precision.value,
             "accounting": accounting.value,
             "optimizer": optimizer.value,
             "learning_rate": learning_rate,
@@ -220,24 +272,32 @@ def plan(
     }
     found = finding.find(spec, job, cluster, fixed, max_memory, top)
     if output is not None:
-        save_plan(found.best, output)
-        _say(f"wrote {output}")
+        _say(f"wrote {save_plan(found.best, output)}")
     _print(found.document, as_json, terminal.plan_report)
 
 
-def _cluster(file: Path | None, device_name: str, gpus: int | None, gpus_per_node: int | None) -> Cluster:
+def _cluster(
+    file: Path | None, device_name: str | None, gpus: int | None, gpus_per_node: int | None
+) -> Cluster:
     if file is not None:
+        given = {"--device": device_name, "--gpus": gpus, "--gpus-per-node": gpus_per_node}
+        clashing = [option for option, value in given.items() if value is not None]
+        if clashing:
+            raise ClusterError(f"--cluster {file} says it all: leave out {', '.join(clashing)}")
         return Cluster.from_file(file)
+    name = "cpu" if device_name is None else device_name
     if gpus is None:
-        if device(device_name).kind != "cpu":
-            raise typer.BadParameter(f"--gpus is missing: how many of {device_name}?")
+        if device(name).kind != "cpu":
+            raise ClusterError(f"--gpus is missing: say how many of {name} there are, --gpus 8 for example")
         gpus = usable_cores()
-    return cluster_of(device_name, gpus, gpus_per_node)
+    return cluster_of(name, gpus, gpus_per_node)
 
 
-def _measured(model: Any, job: Job, cluster: Cluster) -> Cluster:
+def _measured(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
     if cluster.device.kind != "cpu":
-        raise typer.BadParameter("--measure is for CPU ranks of this machine")
+        raise ClusterError(
+            f"--measure is for CPU ranks of this machine, not {cluster.device.name}: leave it out"
+        )
     _need_torch("measuring this machine")
     from shardwright.measure.device import measured_cluster
 
@@ -260,7 +320,7 @@ def check(
     ] = 0.02,
     as_json: JsonOption = False,
 ) -> None:
-    """Execute one rank without memory or network, and compare it with the ledger. Exit status 1 if they differ."""
+    """Execute one rank without memory or network; exit status 1 if the ledger says otherwise."""
     loaded = load_plan(plan_path)
     _need_torch("check")
     check_runnable(loaded.model, loaded.job)
@@ -269,46 +329,34 @@ def check(
     comparison = check_plan(loaded, tolerance)
     _print(comparison.document(), as_json, terminal.check_report)
     if not comparison.ok:
-        raise AnswerIsNo("the ledger and the program differ: see the rows marked")
+        raise AnswerIsNo(LEDGER_DIFFERS)
 
 
 @app.command()
 def train(
     plan_path: PlanArgument,
-    data: Annotated[
-        Path | None, typer.Option(help="A text file or a folder of them. Default: Python's standard library.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Local ranks to start, outside torchrun. Default: all of the plan's.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Train so many steps instead of the plan's.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the run. Default: runs/<model>-<time>.")
-    ] = None,
-    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard events into the run folder.")] = False,
+    data: DataOption = None,
+    nproc: Nproc = None,
+    steps: FewerSteps = None,
+    run_dir: RunFolder = None,
+    tensorboard: Tensorboard = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train with a plan, under torchrun or with local ranks of its own."""
     loaded = load_plan(plan_path)
     _need_torch("train")
-    result = _train(loaded, data, nproc, steps, run_dir, tensorboard)
+    from shardwright.launcher import train_plan
+
+    result = train_plan(
+        loaded, data=data, nproc=nproc, steps=steps, run_directory=run_dir, tensorboard=tensorboard
+    )
     if result is not None:  # rank 0
         _print(result, as_json, terminal.train_report)
 
 
-def _train(
-    loaded: Plan, data: Path | None, nproc: int | None, steps: int | None, run_dir: Path | None, tensorboard: bool
-) -> dict[str, Any] | None:
-    from shardwright.launcher import train_plan
-
-    return train_plan(loaded, data=data, nproc=nproc, steps=steps, run_directory=run_dir, tensorboard=tensorboard)
-
-
 @app.command()
 def loop(
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the run. Default: runs/loop-<time>.")
-    ] = None,
+    run_dir: RunFolder = None,
     nproc: Annotated[int, typer.Option(help="Ranks.", min=1)] = 2,
     steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 60,
     as_json: JsonOption = False,
@@ -321,5 +369,4 @@ def loop(
     document = loop_here(run_dir, nproc, steps, say=_say)
     _print(document, as_json, loop_report)
     if not document["check"]["ok"]:
-        raise AnswerIsNo("the ledger and the program differ: see the rows marked")
-
+        raise AnswerIsNo(LEDGER_DIFFERS)

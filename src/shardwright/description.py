@@ -118,7 +118,10 @@ def fault_line(record: type[BaseModel], fault: Any) -> str:
     if not keys:
         return message
     value = fault["input"]
-    return f"{name}={value!r}: {message[:1].lower()}{message[1:]}"
+    subject = (
+        name if isinstance(value, Mapping) else f"{name}={value!r}"
+    )  # a whole table is no value to quote
+    return f"{subject}: {message[:1].lower()}{message[1:]}"
 
 
 def _keys_at(record: type[BaseModel], keys: Sequence[str]) -> list[str]:

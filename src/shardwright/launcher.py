@@ -1,5 +1,6 @@
 """A plan put to work: data, ranks and run folder around run/train.py; and the whole loop on this machine."""
 
+import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,25 +10,29 @@ import torch
 
 from shardwright.check.compare import check_plan
 from shardwright.cluster import cluster_of
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, MissingExtraError, PlanFileError
 from shardwright.job import Job
 from shardwright.layout import check_runnable
 from shardwright.measure.device import measured_cluster
 from shardwright.model import preset
 from shardwright.plan.compute import model_flops_per_token
-from shardwright.plan.explain import explanation, plan_of, predict
+from shardwright.plan.explain import explanation, plan_of
 from shardwright.plan.finding import find
-from shardwright.planfile import Plan, load_plan, save_plan
+from shardwright.planfile import PLAN_FILE, Plan, load_plan, save_plan
 from shardwright.run.dataset import TokenDataset, build_dataset
 from shardwright.run.launch import check_world, run_ranks, torchrun_rank, under_torchrun
 from shardwright.run.meter import MemoryMeter
-from shardwright.run.train import prepare_run_folder, train
+from shardwright.run.record import prepare_run_folder
+from shardwright.run.train import train
 from shardwright.units import format_bytes, format_time
 
 LOOP_MODEL = "bytes-5m"
 """Preset that the loop trains: small enough for two cores, large enough for its loss to fall."""
 
-LOOP_JOB = {"seq": 256, "global_batch": 8, "learning_rate": 2e-3, "warmup_steps": 5, "eval_every": 20}
+LOOP_JOB = {"seq": 256, "learning_rate": 2e-3, "warmup_steps": 5, "eval_every": 20, "precision": "fp32"}
+
+LOOP_SEQUENCES = 8
+"""Global batch of the loop, made up to a multiple of its ranks."""
 
 
 def train_plan(
@@ -41,20 +46,23 @@ def train_plan(
 ) -> dict[str, Any] | None:
     """Train with ``plan``; what result.json holds, or None on a rank of torchrun that is not the first.
 
-    Everything that can be wrong with the input is found before a process group or a run folder exists.
+    Everything that can be wrong with the input is found before a process group or a run folder exists. The
+    prediction is made afresh: the file's may be of an older version, or of a layout edited since.
 
-    Raises: LayoutError, DataError, PlanFileError, RunFailedError
+    Raises: LayoutError, DataError, PlanFileError, MissingExtraError, RunFailedError
     """
-    if steps is not None:
-        job = Job.checked(plan.job.model_dump() | {"steps": steps, "warmup_steps": min(plan.job.warmup_steps, steps - 1)})
-        plan = plan_of(plan.model, job, plan.cluster, plan.layout)
+    job = plan.job if steps is None else _shortened(plan.job, steps)
+    plan = plan_of(plan.model, job, plan.cluster, plan.layout)
     check_runnable(plan.model, plan.job)
     torchrun = under_torchrun()
     if not torchrun:
-        check_world(plan.layout.ranks, nproc or plan.layout.ranks, option="--nproc")
+        check_world(plan.layout.ranks, plan.layout.ranks if nproc is None else nproc, option="--nproc")
     device_type = _device_type(plan, plan.layout.ranks)
     dataset = build_dataset(data, plan.model.vocab, plan.job)
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise MissingExtraError("train", "--tensorboard")
     folder = run_directory or default_run_folder(plan.model.name)
+    _check_free(folder, plan)
     arguments = (plan, dataset, folder, device_type, tensorboard)
     if torchrun:
         result: dict[str, Any] | None = torchrun_rank(
@@ -62,10 +70,25 @@ def train_plan(
         )
         return result
     prepare_run_folder(folder)
-    save_plan(plan, folder / "plan.toml")
     results = run_ranks(_train_rank, plan.layout.ranks, *arguments, device_type=device_type)
     first: dict[str, Any] = results[0]
     return first
+
+
+def _shortened(job: Job, steps: int) -> Job:
+    """``job`` over so many steps, its warm-up within them."""
+    return Job.checked(
+        job.model_dump() | {"steps": steps, "warmup_steps": min(job.warmup_steps, max(steps - 1, 0))}
+    )
+
+
+def _check_free(folder: Path, plan: Plan) -> None:
+    """Raises: PlanFileError: ``folder`` holds another plan than ``plan``, which the run would overwrite."""
+    if not (folder / PLAN_FILE).exists():
+        return
+    other = load_plan(folder)
+    if other.model_copy(update={"prediction": plan.prediction, "written_by": plan.written_by}) != plan:
+        raise PlanFileError(f"run folder {folder} holds a plan.toml of another job: give another --run-dir")
 
 
 def default_run_folder(name: str) -> Path:
@@ -79,13 +102,13 @@ def loop_here(
     """Plan a small model for this machine, train it, check the plan, and return all three."""
     model = preset(LOOP_MODEL)
     folder = run_directory or default_run_folder("loop")
+    batch = -(-LOOP_SEQUENCES // nproc) * nproc
+    job = _shortened(Job.checked({**LOOP_JOB, "global_batch": batch}), steps)
     prepare_run_folder(folder)
-    job = Job.checked({**LOOP_JOB, "steps": steps, "warmup_steps": min(5, steps - 1), "precision": "fp32"})
     say(f"measuring this machine with {nproc} ranks ...")
     cluster = measured_cluster(model, job, cluster_of("cpu", nproc))
     found = find(model, job, cluster, {})
-    path = folder / "plan.toml"
-    save_plan(found.best, path)
+    path = save_plan(found.best, folder / PLAN_FILE)
     plan = load_plan(path)
     prediction = plan.prediction
     say(
@@ -115,8 +138,8 @@ def _device_type(plan: Plan, local_ranks: int) -> str:
     here = torch.cuda.device_count()
     if here == 0 or (not under_torchrun() and here < local_ranks):
         raise LayoutError(
-            f"plan is for {plan.layout.ranks} x {plan.cluster.device.name}, this machine has {here} GPUs: start it "
-            f"there with torchrun, or plan for this machine with --device cpu"
+            f"plan is for {plan.layout.ranks} x {plan.cluster.device.name}, this machine has {here} GPUs: "
+            "start it there with torchrun, or plan for this machine with --device cpu"
         )
     return "cuda"
 
@@ -125,8 +148,8 @@ def _train_rank(
     plan: Plan, dataset: TokenDataset, folder: Path, device_type: str, tensorboard: bool
 ) -> dict[str, Any] | None:
     """One rank of a run."""
-    prediction = predict(plan.model, plan.job, plan.cluster, plan.layout)
-    return train(
+    prediction = plan.prediction
+    result: dict[str, Any] | None = train(
         plan.model,
         plan.job,
         plan.layout,
@@ -138,5 +161,7 @@ def _train_rank(
         step_flops=model_flops_per_token(plan.model, plan.job.seq) * plan.job.tokens_per_step,
         peak_flops_per_s=plan.cluster.device.peak(plan.job.precision),
         meter_factory=None if device_type == "cuda" else MemoryMeter,
+        plan_text=plan.to_toml(),
         tensorboard=tensorboard,
     )
+    return result

@@ -1,9 +1,10 @@
 """Plan: the one document of the product, ``plan.toml``. Complete, resolved, readable, with its prediction."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import NonNegativeFloat, model_validator
 
 from shardwright.cluster import Cluster
 from shardwright.description import Bytes, Description, Seconds, parse_toml, read_text
@@ -12,8 +13,11 @@ from shardwright.job import Job
 from shardwright.layout import Layout, faults
 from shardwright.model import ModelSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 """Of plan.toml. A file of another version is refused with what to do."""
+
+PLAN_FILE = "plan.toml"
+"""Its name in a folder."""
 
 
 class MemoryTerms(Description):
@@ -33,12 +37,7 @@ class MemoryTerms(Description):
     def allocated(self) -> int:
         """Tensors alone."""
         return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.logits
-            + self.gathered
+            self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
         )
 
     @property
@@ -99,30 +98,43 @@ def load_plan(path: Path) -> Plan:
 
     Raises: PlanFileError
     """
-    file = path / "plan.toml" if path.is_dir() else path
+    file = path / PLAN_FILE if path.is_dir() else path
+    if not file.exists():
+        where = f"folder {path} holds no {PLAN_FILE}" if path.is_dir() else f"plan file {path} does not exist"
+        raise PlanFileError(f"{where}: make one with 'shardwright plan ... -o {file}'")
     return Plan.from_toml(read_text(file, PlanFileError), str(file))
 
 
-def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan file, whole or not at all.
+def save_plan(plan: Plan, path: Path) -> Path:
+    """Write a plan file, whole or not at all; a folder gets a plan.toml. Returns the file.
 
     Raises: PlanFileError
     """
-    partial = path.with_name(path.name + ".partial")
+    file = path / PLAN_FILE if path.is_dir() else path
+    partial = file.with_name(file.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(plan.to_toml(), encoding="utf-8")
-        partial.replace(path)
+        partial.replace(file)
     except OSError as fault:
-        raise PlanFileError(f"cannot write {path}: {fault.strerror}: give another path with -o") from None
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise PlanFileError(f"cannot write {file}: {fault.strerror}: give another path") from None
+    return file
 
 
 def _check_version(version: Any, source: str) -> None:
-    if version == SCHEMA_VERSION:
+    if version == SCHEMA_VERSION and not isinstance(version, bool):
         return
     where = f" ({source})" if source else ""
-    if not isinstance(version, int):
-        raise PlanFileError(f"plan{where}: key 'schema_version' is missing: is this a plan.toml?")
+    if version is None:
+        raise PlanFileError(
+            f"plan{where}: key 'schema_version' is missing: give a file that 'shardwright plan -o' wrote"
+        )
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise PlanFileError(f"plan{where}: schema_version={version!r} must be a whole number")
     older = version < SCHEMA_VERSION
     way = "plan again with 'shardwright plan'" if older else "upgrade shardwright, or plan again"
-    raise PlanFileError(f"plan{where}: schema_version={version}, this shardwright reads {SCHEMA_VERSION}: {way}")
+    raise PlanFileError(
+        f"plan{where}: schema_version={version}, this shardwright reads {SCHEMA_VERSION}: {way}"
+    )

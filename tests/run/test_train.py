@@ -24,8 +24,9 @@ from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import MemoryMeter
 from shardwright.run.model import build_model
 from shardwright.run.optim import learning_rate
+from shardwright.run.record import StepRecord, progress_line, steady_step_time
 from shardwright.run.step import Stepper, parallel_model
-from shardwright.run.train import StepRecord, evaluate, progress_line, steady_step_time, train
+from shardwright.run.train import evaluate, train
 
 SPEC = BASE.model_copy(update={"vocab": 257})
 TEXT = [
@@ -81,7 +82,7 @@ def test_training_learns_and_records_the_run(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert [line["loss"] for line in lines] == result["losses"]
     assert lines[3]["learning_rate"] == learning_rate(job, 3)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "result.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plan.toml", "result.json"]
 
 
 def test_loss_curve_does_not_depend_on_the_layout(tmp_path):

@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwright.check.dryrun import Execution, dry_run
-from shardwright.plan.memory import Ledger, memory_ledger, timeline
+from shardwright.plan.memory import Ledger, memory_ledger
+from shardwright.plan.moments import timeline
 from shardwright.plan.table import LayoutTable, table_of
 from shardwright.plan.traffic import merged, traffic
 from shardwright.planfile import Plan
 
 MEMORY_TOLERANCE = 0.02
-"""Largest difference of a term at the peak, as a share of the peak. The resting state and traffic have none."""
+"""Largest difference of a term at the peak, as a share of it. The resting state and traffic have none."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,13 @@ def _flows(plan: Plan, table: LayoutTable, execution: Execution) -> list[Flow]:
         for flow in merged(traffic(plan.model, plan.job, table))
         if flow.launches[0]
     }
-    executed = {(key.axis, key.name): (sent.launches, sent.payload_bytes) for key, sent in execution.traffic.items()}
+    executed = {
+        (key.axis, key.name): (sent.launches, sent.payload_bytes) for key, sent in execution.traffic.items()
+    }
     rows = []
-    for key in sorted(predicted.keys() | executed.keys()):
-        (launches, payload), (real_launches, real_payload) = predicted.get(key, (0, 0)), executed.get(key, (0, 0))
+    for axis, collective in sorted(predicted.keys() | executed.keys()):
+        launches, payload = predicted.get((axis, collective), (0, 0))
+        real_launches, real_payload = executed.get((axis, collective), (0, 0))
         ok = (launches, payload) == (real_launches, real_payload)
-        rows.append(Flow(*key, payload, real_payload, launches, real_launches, ok))
+        rows.append(Flow(axis, collective, payload, real_payload, launches, real_launches, ok))
     return rows

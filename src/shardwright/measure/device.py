@@ -60,7 +60,7 @@ def measured_cluster(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
 def repeat_time(function: Callable[[], Any], seconds: float = SECONDS_EACH) -> float:
     """Median time of one call [s], after one warm-up."""
     function()
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         start = time.perf_counter()
@@ -115,7 +115,7 @@ def _memory_rate() -> float:
 
 
 def _link() -> tuple[float, float]:
-    """Bus bandwidth of a large all-reduce [B/s], and time of a small one [s]. All ranks agree on the repeats."""
+    """Bus bandwidth of a large all-reduce [B/s], and time of a small one [s], as often on every rank."""
     n = dist.get_world_size()
     large, small = torch.zeros(LINK_BYTES // 4), torch.zeros(2)
     timed = []

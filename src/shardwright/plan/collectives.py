@@ -1,5 +1,6 @@
 """Time of a collective by its size, its group's degree and where the group lies on the cluster."""
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -10,23 +11,39 @@ from shardwright.plan.table import Floats, Ints
 
 
 class Placement(NamedTuple):
-    """How a group of ranks lies on nodes: ``degree`` ranks, ``stride`` apart."""
+    """How the groups of an axis lie on nodes: ``degree`` ranks each, ``stride`` apart."""
 
     degree: Ints
     stride: Ints
 
-    def ranks_per_node(self, gpus_per_node: int) -> Ints:
-        """Members of the group that share a node."""
-        return np.maximum(np.minimum(self.degree, gpus_per_node // np.minimum(self.stride, gpus_per_node)), 1)
+    def spread(self, cluster: Cluster) -> tuple[Ints, Ints]:
+        """Fewest members that a group has in a node, and most nodes that one lies on.
 
-    def nodes(self, gpus_per_node: int) -> Ints:
-        """Nodes that hold a part of the group."""
-        return -(-self.degree // self.ranks_per_node(gpus_per_node))
+        Groups of an axis may lie differently (3 ranks on nodes of 8); a step is as slow as the worst.
+        """
+        pairs = np.broadcast_arrays(np.atleast_1d(self.degree), np.atleast_1d(self.stride))
+        found = [
+            _spread(int(degree), int(stride), cluster.ranks, cluster.gpus_per_node)
+            for degree, stride in zip(*pairs, strict=True)
+        ]
+        fewest, nodes = np.array(found, dtype=np.int64).reshape(-1, 2).T
+        return fewest, nodes
 
-    def link(self, gpus_per_node: int) -> list[str]:
-        """The slowest link the group crosses, for people: one word a row."""
-        crosses = self.nodes(gpus_per_node) > 1
-        return ["between nodes" if c else "inside a node" for c in np.atleast_1d(crosses)]
+    def link(self, cluster: Cluster) -> list[str]:
+        """The slowest link the groups cross, for people: one word a row."""
+        return ["between nodes" if nodes > 1 else "inside a node" for nodes in self.spread(cluster)[1]]
+
+
+@cache
+def _spread(degree: int, stride: int, ranks: int, gpus_per_node: int) -> tuple[int, int]:
+    """Fewest members in a node and most nodes, over the groups of one axis of ``ranks`` ranks."""
+    block = degree * stride
+    rank = np.arange(max(ranks // block, 1) * block).reshape(-1, degree, stride)
+    group = rank // block * stride + rank % stride
+    node = rank // gpus_per_node
+    parts, members = np.unique(group * (node.max() + 1) + node, return_counts=True)
+    nodes = np.bincount(parts // (node.max() + 1))
+    return int(members.min()), int(nodes.max())
 
 
 def ring_time(
@@ -36,12 +53,12 @@ def ring_time(
 
     A ring of n ranks takes n-1 hops a round and moves payload (n-1)/n; an all-gather or reduce-scatter is one
     round, an all-reduce two. A group over several nodes is served by as many network links as it has ranks in
-    a node, and its hops between nodes cost the network's latency.
+    a node (the node with the fewest), and its hops between nodes cost the network's latency.
 
     Source: NVIDIA/nccl-tests doc/PERFORMANCE.md; shared FORMULAE 4.2.
     """
     n = np.asarray(placement.degree, dtype=np.float64)
-    per_node, nodes = placement.ranks_per_node(cluster.gpus_per_node), placement.nodes(cluster.gpus_per_node)
+    per_node, nodes = placement.spread(cluster)
     intra, inter = cluster.intra_link, cluster.inter_link
     inside = np.where(per_node > 1, intra.bandwidth, np.inf)
     bandwidth = np.where(nodes > 1, np.minimum(inside, per_node * inter.bandwidth), intra.bandwidth)

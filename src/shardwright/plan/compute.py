@@ -10,7 +10,7 @@ from shardwright.cluster import Device
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
+from shardwright.plan.params import BLOCK, EMBEDDING, parameter_table
 
 BACKWARD_ATTENTION = 2.5
 """Flash attention's backward pass over its forward pass: five matrix products against two."""
@@ -92,8 +92,3 @@ def optimizer_time_per_parameter(job: Job, device: Device) -> float:
     """Update and gradient norm of one resting parameter [s]. Memory-bound."""
     touches = OPTIMIZER_TOUCHES + 1
     return touches * WIDE_BYTES[job.precision] / (device.memory_bandwidth * device.memory_efficiency)
-
-
-def unit_kinds(model: ModelSpec) -> tuple[str, ...]:
-    """Kinds of FSDP unit that the model has, in forward order."""
-    return (BLOCK, HEAD) if model.tied_embeddings else (EMBEDDING, BLOCK, HEAD)

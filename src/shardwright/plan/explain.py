@@ -9,8 +9,9 @@ from shardwright.job import Job
 from shardwright.layout import Layout, not_runnable_reasons
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import block_activations, llama_block_saved_bytes
-from shardwright.plan.collectives import Placement, ring_time
-from shardwright.plan.memory import Ledger, memory_ledger, timeline
+from shardwright.plan.collectives import ring_time
+from shardwright.plan.memory import Ledger, memory_ledger
+from shardwright.plan.moments import timeline
 from shardwright.plan.params import parameter_table
 from shardwright.plan.step import mfu, placements, step_time, tokens_per_second_per_device
 from shardwright.plan.table import LayoutTable, table_of
@@ -72,6 +73,8 @@ def explanation(plan: Plan) -> dict[str, Any]:
         "runnable": not reasons,
         "not_runnable_reasons": reasons,
         "assumed": list(plan.cluster.assumed),
+        "stored_prediction_agrees": predict(plan.model, plan.job, plan.cluster, plan.layout)
+        == plan.prediction,
         "stages": [_stage(ledger)],
         "peak_moment": ledger.moments[int(ledger.moment[0])],
         "timeline": _timeline(plan, table, ledger),
@@ -154,15 +157,24 @@ def _units(model: ModelSpec) -> list[dict[str, Any]]:
 
 
 def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> list[dict[str, Any]]:
-    rows = []
+    """Flows of a step; an axis's exposed time is shared out by how long each of its flows is busy."""
+    flows = [flow for flow in merged(traffic(plan.model, plan.job, table)) if flow.launches[0]]
     places = placements(table)
-    for flow in merged(traffic(plan.model, plan.job, table)):
-        if not flow.launches[0]:
-            continue
-        place = places.get(flow.axis, Placement(table.dp, table.dp_shard * 0 + 1))
-        busy = ring_time(
-            flow.payload_bytes, flow.launches, RING_SHARE[flow.collective], place, plan.cluster
+    busy = [
+        float(
+            ring_time(
+                flow.payload_bytes,
+                flow.launches,
+                RING_SHARE[flow.collective],
+                places[flow.axis],
+                plan.cluster,
+            )[0]
         )
+        for flow in flows
+    ]
+    rows = []
+    for flow, time in zip(flows, busy, strict=True):
+        of_axis = sum(other for f, other in zip(flows, busy, strict=True) if f.axis == flow.axis)
         rows.append(
             {
                 "axis": flow.axis,
@@ -171,14 +183,9 @@ def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> li
                 "payload_bytes": int(flow.payload_bytes[0]),
                 "bytes": float(flow.sent_bytes[0]),
                 "launches": int(flow.launches[0]),
-                "link": place.link(plan.cluster.gpus_per_node)[0],
-                "busy_time": float(busy[0]),
-                "exposed_time": 0.0,
+                "link": places[flow.axis].link(plan.cluster)[0],
+                "busy_time": time,
+                "exposed_time": exposed[flow.axis] * time / of_axis,
             }
         )
-    for axis, time in exposed.items():
-        mine = [row for row in rows if row["axis"] == axis]
-        busy_sum = sum(row["busy_time"] for row in mine)
-        for row in mine:
-            row["exposed_time"] = time * row["busy_time"] / busy_sum
     return rows

@@ -43,7 +43,9 @@ def find(
     result = search(model, job, cluster, given, limit)
     check_found(result)
     best = plan_of(model, job, cluster, result.evaluated.layout(int(result.best[0])))
-    return Finding(best, _document(model, job, cluster, result, min(cluster.device.memory, limit or float("inf")), top))
+    return Finding(
+        best, _document(model, job, cluster, result, min(cluster.device.memory, limit or float("inf")), top)
+    )
 
 
 def _memory_limit(text: str | None) -> float | None:

@@ -67,7 +67,8 @@ class _Step:
     head: _Amounts
     tokens: Floats  # of a microbatch
     saved: Floats  # of one block
-    always: Floats  # token ids and rotary tables
+    ids: Floats  # token ids and targets of a step
+    tables: float  # rotary tables, until the first layer's backward pass is over
     hidden: float  # bytes of one hidden vector
     wide: float  # bytes of one statistic
     vocab: float  # bytes of one row of logits
@@ -110,7 +111,8 @@ def _step(
         head=_amounts(parameters.unit(HEAD), job, table),
         tokens=tokens,
         saved=saved * tokens,
-        always=TOKEN_BYTES * tokens * table.microbatches + rotary_table_bytes(model, job.seq, job.precision),
+        ids=TOKEN_BYTES * tokens * table.microbatches,
+        tables=rotary_table_bytes(model, job.seq, job.precision),
         hidden=element * model.hidden,
         wide=WIDE_BYTES[job.precision],
         vocab=element * model.vocab,
@@ -245,7 +247,7 @@ def _gathering(step: _Step, role: _Role, blocks: int) -> Held:
     gathered = np.where(step.table.zero_stage == 3, step.head.gathered if step.tied else 0.0, others)
     gathered = gathered + 2 * unit.gathered + before.gathered
     shards = np.where(role.older, _shards(step, role, _Open(step.layers, True)), 0.0)
-    activations = blocks * step.saved + step.tokens * step.hidden + step.always
+    activations = blocks * step.saved + step.tokens * step.hidden + step.ids + step.tables
     return Held(shards, activations, np.zeros(step.table.rows), gathered)
 
 
@@ -253,7 +255,7 @@ def _head_backward(step: _Step, role: _Role) -> Held:
     still = _Open(step.layers, True)
     prefetched = np.where(step.table.dp_shard > 1, step.block.gathered, 0.0)
     gathered = _gathered(step, role, still, step.head.gathered + prefetched)
-    activations = step.layers * step.saved + step.tokens * (3 * step.hidden + step.wide) + step.always
+    activations = step.layers * step.saved + step.tokens * (3 * step.hidden + step.wide) + step.ids + step.tables
     gathered = gathered + _waiting(step, role, still) + (0.0 if step.tied else step.head.fresh)
     activations = activations + step.tied_gradient
     return Held(_shards(step, role, still), activations, step.tokens * step.vocab, gathered)
@@ -264,7 +266,7 @@ def _head_reduced(step: _Step, role: _Role) -> Held:
     prefetched = np.where(step.table.dp_shard > 1, step.block.gathered, 0.0)
     gathered = _gathered(step, role, after, prefetched)
     waiting = _waiting(step, role, after if role.last else before)
-    activations = step.layers * step.saved + step.tokens * step.hidden + step.always
+    activations = step.layers * step.saved + step.tokens * step.hidden + step.ids + step.tables
     gathered = gathered + waiting + _reduction(step, role, step.head)
     return Held(_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
 
@@ -278,7 +280,7 @@ def _in_block(step: _Step, role: _Role, layer: int, moment: Moment) -> Held:
     fresh = np.where(_merges(step, role), moment.fresh_bytes, moment.gradient_bytes)
     gathered = _gathered(step, role, still, stage3) + _waiting(step, role, still)
     gathered = gathered + buffer + fresh
-    activations = layer * step.saved + step.tokens * moment.token_bytes + step.always + step.tied_gradient
+    activations = layer * step.saved + step.tokens * moment.token_bytes + step.ids + step.tables + step.tied_gradient
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
 
@@ -289,7 +291,7 @@ def _first_block_copied_out(step: _Step, role: _Role) -> Held:
     previous = step.block if step.layers > 1 else step.head
     buffer = 0.0 if step.tied and step.layers == 1 else previous.reduce_input
     gathered = 2 * step.block.gathered + buffer + (step.head.gathered if step.tied else 0.0)
-    activations = step.saved + step.tokens * step.hidden + step.always + step.tied_gradient
+    activations = step.saved + step.tokens * step.hidden + step.ids + step.tables + step.tied_gradient
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
 
@@ -298,7 +300,9 @@ def _block_reduced(step: _Step, role: _Role, layer: int) -> Held:
     stage3 = step.block.gathered * (1 if layer > 0 else 0) + (step.head.gathered if step.tied else 0.0)
     gathered = _gathered(step, role, after, stage3) + _waiting(step, role, after if role.last else before)
     gathered = gathered + _reduction(step, role, step.block)
-    activations = layer * step.saved + step.tokens * step.hidden + step.always + step.tied_gradient
+    activations = layer * step.saved + step.tokens * step.hidden + step.ids + step.tied_gradient
+    if layer > 0:
+        activations = activations + step.tables
     return Held(_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
 
 
@@ -309,9 +313,11 @@ def _embedding_backward(step: _Step, role: _Role) -> Held:
     gathered = _gathered(step, role, still, stage3) + _waiting(step, role, still) + buffer
     if not step.tied:
         gathered = gathered + step.embedding.fresh
-    # tied: the head's gradient and the embedding's, with the gradient they came from or with their sum
-    used = np.maximum(step.tokens * step.hidden + 2 * step.tied_gradient, 3 * step.tied_gradient)
-    activations = used + step.always
+    # tied: the head's gradient and the embedding's, with the gradient this came from, or else with their sum
+    source = step.tokens * step.hidden
+    summed = source < step.tied_gradient
+    activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids
+    gathered = gathered + np.where(summed, step.tied_gradient, 0.0)
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
 
@@ -324,4 +330,4 @@ def _last_reduced(step: _Step, role: _Role) -> Held:
             step, role, still
         )
     gathered = kept + _reduction(step, role, unit)
-    return Held(_shards(step, role, still), step.always, np.zeros(step.table.rows), gathered)
+    return Held(_shards(step, role, still), step.ids, np.zeros(step.table.rows), gathered)

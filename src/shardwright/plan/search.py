@@ -24,9 +24,10 @@ REASONS = ("fits", "fewer_samples_than_ranks", "global_batch", "constraint", "ou
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The table, its reasons, and the evaluated rows: ``rows`` maps them back to the table, ``best`` ranks them.
+    """The table, the reason of every row, and the evaluated rows.
 
-    ``ledger`` and ``step`` have one entry for each of ``rows``; ``best`` indexes these, fastest first.
+    ``rows`` maps the evaluated rows back to the table; ``ledger`` and ``step`` have one entry for each of
+    them, and ``best`` indexes these, fastest first.
     """
 
     table: LayoutTable
@@ -99,15 +100,17 @@ def search(
     best = order[~too_large[order]]
     return SearchResult(
         table, reason, evaluated, rows, ledger, step, best, time.perf_counter() - start,
-        notes=_notes(job, cluster, reason, evaluated, ledger, limit),
+        notes=_notes(job, cluster, reason, evaluated, ledger, limit)
+        | _constraint_note(table, reason, fixed or {}),
     )  # fmt: skip
 
 
 def check_found(result: SearchResult) -> None:
     """Raises: NothingFitsError: no row is left, with the reason of each group and the nearest miss."""
     if len(result.best) == 0:
-        reasons = "; ".join(f"{name}: {note}" for name, note in result.notes.items())
-        raise NothingFitsError(f"no layout works ({len(result.reason)} considered): {reasons}")
+        rejected = result.rejected
+        reasons = "; ".join(f"{name} ({rejected[name]:,}): {note}" for name, note in result.notes.items())
+        raise NothingFitsError(f"no layout works, of {result.table.rows:,} considered: {reasons}")
 
 
 def _mask(reason: NDArray[np.int64], out: NDArray[np.bool_], code: int) -> None:
@@ -135,11 +138,32 @@ def _notes(
         notes[REASONS[GLOBAL_BATCH]] = (
             f"{cluster.ranks} ranks do not divide global_batch={job.global_batch}: use {near}"
         )
-    if CONSTRAINT in present:
-        notes[REASONS[CONSTRAINT]] = "another value was asked for"
     if MEMORY in present:
         notes[REASONS[MEMORY]] = _memory_note(evaluated, ledger, limit)
     return notes
+
+
+def _constraint_note(
+    table: LayoutTable, reason: NDArray[np.int64], fixed: Mapping[str, Sequence[int]]
+) -> dict[str, str]:
+    """What was asked for, where rows are out for it; and the values there are, where they have none of it."""
+    if not (reason == CONSTRAINT).any():
+        return {}
+    parts = []
+    for column, allowed in fixed.items():
+        there = np.unique(getattr(table, column)).tolist()
+        asked = f"{column}={_choices(column, allowed)}"
+        known = bool(set(there) & set(allowed))
+        parts.append(
+            f"{asked} was asked for" if known else f"no row has {asked}: use {_choices(column, there)}"
+        )
+    if not (reason != CONSTRAINT).any() and all("was asked" in part for part in parts):
+        parts.append("no row has all of these at once: leave one free")
+    return {REASONS[CONSTRAINT]: "; ".join(parts)}
+
+
+def _choices(column: str, values: Sequence[int]) -> str:
+    return " or ".join(RECOMPUTE_KINDS[v] if column == "recompute" else str(v) for v in values)
 
 
 def _memory_note(evaluated: LayoutTable, ledger: Ledger, limit: float) -> str:
@@ -147,7 +171,9 @@ def _memory_note(evaluated: LayoutTable, ledger: Ledger, limit: float) -> str:
     device = ledger.device
     out = np.flatnonzero(device > limit)
     near, far = out[np.argmin(device[out])], out[np.argmax(device[out])]
-    note = f"more than {format_bytes(limit)} a device; nearest {describe_miss(evaluated, ledger, near, limit)}"
+    note = (
+        f"more than {format_bytes(limit)} a device; nearest {describe_miss(evaluated, ledger, near, limit)}"
+    )
     return note if near == far else f"{note}; farthest {describe_miss(evaluated, ledger, far, limit)}"
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright.axes import joined_axis
 from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.layout import RECOMPUTE_KINDS
@@ -25,7 +26,7 @@ from shardwright.plan.compute import (
 )
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
 from shardwright.plan.table import Floats, LayoutTable
-from shardwright.plan.traffic import SCALAR_BYTES
+from shardwright.plan.traffic import _scalars as scalar_flows
 
 
 class StepTime(NamedTuple):
@@ -51,10 +52,12 @@ class _UnitTimes(NamedTuple):
 
 
 def placements(table: LayoutTable) -> dict[str, Placement]:
-    """Where the group of each axis lies: dp_shard is innermost."""
+    """Where the groups of each axis lie, and of the data axes joined: dp_shard is innermost."""
+    adjacent = np.ones_like(table.dp_shard)
     return {
-        "dp_shard": Placement(table.dp_shard, np.ones_like(table.dp_shard)),
+        "dp_shard": Placement(table.dp_shard, adjacent),
         "dp_replicate": Placement(table.dp_replicate, table.dp_shard),
+        joined_axis(("dp_replicate", "dp_shard")): Placement(table.dp, adjacent),
     }
 
 
@@ -69,16 +72,20 @@ def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) 
     ends = head_times(model, job, device), embedding_times(model, job, device)
     outside = tokens * sum(sum(pair) for pair in ends)
     compute = table.microbatches * (layers * (forward + backward) + outside)
-    units = {kind: _unit_times(model, job, cluster, table, kind) for kind in (EMBEDDING, BLOCK, HEAD)}
+    units = _units(model, job, cluster, table)
     head_backward = tokens * ends[0][1]
-    shard = _exposed_shard(table, layers, units, forward, backward, head_backward, device.overlap)
-    replicate = _exposed_replicate(layers, units, backward, device.overlap)
-    scalar = _scalar_time(cluster, table)
-    resting = sum(unit.copies * unit.shard_numel(table.dp_shard) for unit in parameter_table(model).units)
+    exposed = _scalar_times(cluster, table)
+    exposed["dp_shard"] += _exposed_shard(
+        table, layers, units, forward, backward, head_backward, device.overlap
+    )
+    exposed["dp_replicate"] += _exposed_replicate(layers, units, backward, device.overlap)
+    resting = np.zeros(table.rows)
+    for unit in parameter_table(model).units:
+        resting += unit.copies * unit.shard_numel(table.dp_shard)
     return StepTime(
         compute=compute,
         bubble=np.zeros(table.rows),
-        exposed={"dp_shard": shard + scalar, "dp_replicate": replicate},
+        exposed=exposed,
         optimizer=resting * optimizer_time_per_parameter(job, device),
     )
 
@@ -92,6 +99,17 @@ def mfu(model: ModelSpec, job: Job, cluster: Cluster, time: Floats) -> Floats:
     """Model FLOPs utilisation: full-attention count over the dense peak."""
     flops = model_flops_per_token(model, job.seq) * job.tokens_per_step
     return np.asarray(flops / (time * cluster.ranks * cluster.device.peak(job.precision)))
+
+
+def _units(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) -> dict[str, _UnitTimes]:
+    """Times of each kind of unit.
+
+    Tied embeddings stand as EMBEDDING: gathered for the look-up, their gradient whole after its backward.
+    """
+    units = {kind: _unit_times(model, job, cluster, table, kind) for kind in (EMBEDDING, BLOCK, HEAD)}
+    if model.tied_embeddings:
+        units[EMBEDDING], units[HEAD] = units[HEAD], units[EMBEDDING]
+    return units
 
 
 def _unit_times(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable, kind: str) -> _UnitTimes:
@@ -122,17 +140,28 @@ def _exposed_shard(
     head_backward: Floats,
     overlap: float,
 ) -> Floats:
-    """Exposed time on dp_shard: gathers of each forward pass, gathers and reductions of each backward pass."""
+    """Exposed time on dp_shard: gathers of each forward pass, gathers and reductions of each backward pass.
+
+    Backward, a block hides the reduction of the unit before it and, in stage 3, the gather of the one after.
+    """
     embedding, block, head = units[EMBEDDING], units[BLOCK], units[HEAD]
     stage, m = table.zero_stage, table.microbatches
     first = embedding.gather + block.gather  # nothing runs yet that could hide them
-    gathers = first + (layers - 1) * _beyond(block.gather, forward, overlap) + _beyond(head.gather, forward, overlap)
+    gathers = (
+        first
+        + (layers - 1) * _beyond(block.gather, forward, overlap)
+        + _beyond(head.gather, forward, overlap)
+    )
+    last = block.reduce + embedding.reduce  # after the last block only the embedding's gradient is left
     reductions = _beyond(head.reduce, backward, overlap)
     reductions = reductions + (layers - 1) * _beyond(block.reduce, backward, overlap)
-    last = block.reduce + embedding.reduce  # after the last block only the embedding's gradient is left
-    both = _beyond(block.gather + block.reduce, backward, overlap)
-    stage3 = _beyond(block.gather, head_backward, overlap) + _beyond(head.reduce + block.gather, backward, overlap)
-    stage3 = stage3 + max(layers - 2, 0) * both
+    stage3 = _beyond(block.gather, head_backward, overlap)
+    if layers == 1:
+        stage3 = stage3 + _beyond(head.reduce, backward, overlap)
+    else:  # first block to run backward, those between, last
+        stage3 = stage3 + _beyond(head.reduce + block.gather, backward, overlap)
+        stage3 = stage3 + (layers - 2) * _beyond(block.reduce + block.gather, backward, overlap)
+        stage3 = stage3 + _beyond(block.reduce, backward, overlap)
     per_step = gathers + np.where(stage == 2, m, 1) * (reductions + last)
     per_microbatch = gathers + stage3 + last
     return np.where(table.dp_shard > 1, np.where(stage == 3, m * per_microbatch, per_step), 0.0)
@@ -143,11 +172,15 @@ def _exposed_replicate(
 ) -> Floats:
     """Exposed time on dp_replicate: one all-reduce of each unit, under the last microbatch's backward."""
     embedding, block, head = units[EMBEDDING], units[BLOCK], units[HEAD]
-    hidden = _beyond(head.replicate, backward, overlap) + (layers - 1) * _beyond(block.replicate, backward, overlap)
-    return hidden + block.replicate + embedding.replicate
+    beyond = _beyond(head.replicate, backward, overlap)
+    beyond = beyond + (layers - 1) * _beyond(block.replicate, backward, overlap)
+    return beyond + block.replicate + embedding.replicate
 
 
-def _scalar_time(cluster: Cluster, table: LayoutTable) -> Floats:
-    """Token count, loss and norm: three small all-reduces a step over all data ranks, or fewer."""
-    every = Placement(table.dp, np.ones_like(table.dp))
-    return ring_time(3 * SCALAR_BYTES, 3, 2, every, cluster)
+def _scalar_times(cluster: Cluster, table: LayoutTable) -> dict[str, Floats]:
+    """Token count, loss and norm, small all-reduces that nothing hides, by axis."""
+    groups = placements(table)
+    return {
+        flow.axis: ring_time(flow.payload_bytes, flow.launches, 2, groups[flow.axis], cluster)
+        for flow in scalar_flows(table)
+    }

@@ -14,7 +14,7 @@ from shardwright.axes import joined_axis
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
-from shardwright.plan.params import BLOCK, ParameterTable, parameter_table
+from shardwright.plan.params import BLOCK, parameter_table
 from shardwright.plan.table import Floats, Ints, LayoutTable
 
 SCALAR_BYTES = 8
@@ -114,11 +114,3 @@ def merged(flows: list[Flow]) -> list[Flow]:
         total[key] = flow
     return [flow for flow in total.values() if flow.launches.any()]
 
-
-def units_text(parameters: ParameterTable) -> str:
-    """FSDP units and the share of the parameters each gathers at once, for people."""
-    return ", ".join(
-        f"{unit.kind}{f' x {unit.copies}' if unit.copies > 1 else ''} "
-        f"{unit.numel / parameters.parameters:.1%}"
-        for unit in parameters.units
-    )

@@ -19,16 +19,18 @@ def loop_report(document: Mapping[str, Any]) -> RenderableType:
         Panel(plan_report(document["plan"]), title="1  plan", title_align="left"),
         Panel(_training(document), title="2  train", title_align="left"),
         Panel(check_report(check), title="3  check", title_align="left"),
-        Panel(_memory(document), title="memory of one rank: predicted, executed, measured", title_align="left"),
-        Text(f"plan and run: {document['train']['run_directory']} (explain it: shardwright explain "
-             f"{document['plan_file']})", style="dim"),
-    )  # fmt: skip
+        Panel(_memory(document), title="memory of one rank", title_align="left"),
+        Text(f"run folder: {document['train']['run_directory']}", style="dim"),
+        Text(f"more: shardwright explain {document['plan_file']}", style="dim"),
+    )
 
 
 def _training(document: Mapping[str, Any]) -> RenderableType:
     result = document["train"]
     losses = result["losses"]
-    tokens = sum(1 for _ in losses) * result["tokens_per_s"] * result["step_time"] if result["step_time"] else 0
+    tokens = (
+        sum(1 for _ in losses) * result["tokens_per_s"] * result["step_time"] if result["step_time"] else 0
+    )
     lines = [
         f"{document['plan']['model']} on {result['world_size']} ranks, {format_count(tokens)} tokens, "
         f"{result['tokens_per_s']:,.0f} tokens/s",

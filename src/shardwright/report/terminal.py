@@ -1,5 +1,6 @@
 """What commands print for people. Every function takes what the ``--json`` of its command holds."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,42 +8,44 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.units import (
-    format_bandwidth,
-    format_bytes,
-    format_count,
-    format_time,
-)
+from shardwright.units import format_bandwidth, format_bytes, format_count, format_time
 
-BARS = " ▁▂▃▄▅▆▇█"
+EIGHTHS_UP = "".join(chr(0x2581 + i) for i in range(8))
+"""Blocks of one to eight eighths of a line's height."""
+
+EIGHTHS_RIGHT = "".join(chr(0x258F - i) for i in range(8))
+"""Blocks of one to eight eighths of a character's width."""
+
 BAR_WIDTH = 28
 
 
 def show(*parts: RenderableType) -> None:
     """Print on stdout, at the terminal's width; wide enough for a table where there is none."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+        console = Console(highlight=False, markup=False, width=120)
     for part in parts:
         console.print(part)
 
 
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """A curve as one line of blocks."""
-    if not values:
-        return ""
+def sparkline(values: Sequence[float | None], width: int = 60) -> str:
+    """A curve as one line of blocks, first and last value included; what is no number is a gap."""
     count = min(width, len(values))
-    picked = [values[i * len(values) // count] for i in range(count)]
-    low, high = min(picked), max(picked)
-    scale = (len(BARS) - 2) / (high - low) if high > low else 0
-    return "".join(BARS[1 + round((value - low) * scale)] for value in picked)
+    picked = [values[i * (len(values) - 1) // max(count - 1, 1)] for i in range(count)]
+    finite = [value for value in picked if value is not None and math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(EIGHTHS_UP) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        EIGHTHS_UP[round((value - low) * scale)] if value is not None and math.isfinite(value) else " "
+        for value in picked
+    )
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
     """A bar of ``share`` of the width."""
     eighths = round(max(min(share, 1.0), 0.0) * width * 8)
     full, rest = divmod(eighths, 8)
-    return "█" * full + ("" if rest == 0 else " ▏▎▍▌▋▊▉"[rest])
+    return EIGHTHS_RIGHT[7] * full + (EIGHTHS_RIGHT[rest - 1] if rest else "")
 
 
 def _table(title: str, *columns: str, text_columns: int = 1) -> Table:
@@ -62,13 +65,17 @@ def params_report(document: Mapping[str, Any]) -> RenderableType:
         for size in tensor["shape"]:
             numel *= size
         table.add_row(tensor["name"], tensor["role"], " x ".join(map(str, tensor["shape"])), f"{numel:,}")
-    head = f"{document['model']}: {document['parameters']:,} parameters ({format_count(document['parameters'])})"
+    head = (
+        f"{document['model']}: {document['parameters']:,} parameters ({format_count(document['parameters'])})"
+    )
     return Group(Text(head, style="bold"), table)
 
 
 def plan_report(document: Mapping[str, Any]) -> RenderableType:
     """Best layouts, and why the others are out."""
-    table = _table("best layouts", "layout", "device memory", "step", "tokens/s/GPU", "MFU", "exposed", "runs")
+    table = _table(
+        "best layouts", "layout", "device memory", "step", "tokens/s/GPU", "MFU", "exposed", "runs"
+    )
     for row in document["best"]:
         table.add_row(
             row["label"],
@@ -115,17 +122,26 @@ def _explain_head(document: Mapping[str, Any]) -> list[RenderableType]:
     lines: list[RenderableType] = []
     if document["assumed"]:
         lines.append(Text("assumed: " + ", ".join(document["assumed"]), style="dim"))
-    units = ", ".join(
-        f"{unit['kind']}{f' x {unit["copies"]}' if unit['copies'] > 1 else ''} {unit['share']:.1%}"
-        for unit in document["units"]
-    )
+    units = ", ".join(_unit_text(unit) for unit in document["units"])
     lines.append(Text(f"gathered at once, share of the parameters: {units}"))
+    if not document["stored_prediction_agrees"]:
+        lines.append(
+            Text(
+                "the prediction stored in the plan is not of this layout and version: computed afresh here",
+                style="yellow",
+            )
+        )
     if not document["runnable"]:
         lines.append(Text("not runnable: " + "; ".join(document["not_runnable_reasons"]), style="yellow"))
     return lines
 
 
-def _ledger_table(document: Mapping[str, Any]) -> Table:
+def _unit_text(unit: Mapping[str, Any]) -> str:
+    copies = f" x {unit['copies']}" if unit["copies"] > 1 else ""
+    return f"{unit['kind']}{copies} {unit['share']:.1%}"
+
+
+def _ledger_table(document: Mapping[str, Any]) -> RenderableType:
     stage = document["stages"][0]
     memory = document["device"]["memory"]
     table = _table(f"memory at the peak ({document['peak_moment']})", "term", "bytes", "", "of the device")
@@ -144,18 +160,21 @@ def _ledger_table(document: Mapping[str, Any]) -> Table:
     for name in names:
         share = stage[name] / memory
         table.add_row(name, format_bytes(stage[name]), bar(share), f"{share:.1%}")
-    table.add_row("total", format_bytes(stage["total"]), bar(stage["total"] / memory), f"{stage['total'] / memory:.1%}")
+    table.add_row(
+        "total", format_bytes(stage["total"]), bar(stage["total"] / memory), f"{stage['total'] / memory:.1%}"
+    )
     rest = ", ".join(f"{name} {format_bytes(value)}" for name, value in stage["at_rest"].items())
-    table.caption = f"at rest, end of backward: {rest}"
-    table.caption_justify = "left"
-    return table
+    return Group(table, Text(f"at rest, end of backward: {rest}"))
 
 
 def _timeline_table(document: Mapping[str, Any]) -> Table:
     highest = max(moment["allocated"] for moment in document["timeline"])
-    table = _table("allocated through a step", "moment", "allocated", "", text_columns=1)
+    microbatch = document["peak_moment"].split(":")[0]
+    table = _table(f"allocated through the {microbatch}", "moment", "allocated", "", text_columns=1)
     table.columns[2].justify = "left"
     for moment in document["timeline"]:
+        if not moment["moment"].startswith(microbatch):
+            continue
         share = moment["allocated"] / highest
         style = "bold" if share == 1.0 else ""
         table.add_row(moment["moment"], format_bytes(moment["allocated"]), bar(share), style=style)
@@ -168,7 +187,8 @@ def _activations_text(document: Mapping[str, Any]) -> Text:
     largest = sorted(found["saved_by_block"].items(), key=lambda item: -item[1])[:6]
     text = (
         f"recompute {found['recompute']}: a block keeps {format_bytes(saved)} of "
-        f"{format_bytes(found['saved_by_block_without_recompute'])} a microbatch, x {found['blocks']} blocks; most: "
+        f"{format_bytes(found['saved_by_block_without_recompute'])} a microbatch, "
+        f"x {found['blocks']} blocks; most: "
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     )
     if found["kept_operations"]:
@@ -179,17 +199,18 @@ def _activations_text(document: Mapping[str, Any]) -> Text:
 def _traffic_table(document: Mapping[str, Any]) -> RenderableType:
     if not document["traffic"]:
         return Text("traffic: none, one rank")
-    table = _table(
-        "traffic of a step, each rank", "axis", "collective", "link", "launches", "payload", "sent", "busy", "exposed",
-        text_columns=3,
-    )  # fmt: skip
+    columns = ("axis", "collective", "link", "launches", "sent", "busy", "exposed")
+    table = _table("traffic of a step, each rank", *columns, text_columns=3)
+    for column in table.columns:
+        column.min_width = len(str(column.header))
+    for column in table.columns[:2]:
+        column.no_wrap = True  # a name broken inside a word is no name
     for flow in document["traffic"]:
         table.add_row(
-            f"{flow['axis']} ({flow['degree']})",
+            f"{flow['axis']} ({flow['degree']})".replace("+", "+\n"),
             flow["collective"],
             flow["link"],
             f"{flow['launches']:,}",
-            format_bytes(flow["payload_bytes"]),
             format_bytes(flow["bytes"]),
             format_time(flow["busy_time"]),
             format_time(flow["exposed_time"]),
@@ -210,7 +231,9 @@ def _step_table(document: Mapping[str, Any]) -> Table:
 
 def check_report(document: Mapping[str, Any]) -> RenderableType:
     """Ledger beside execution."""
-    table = _table("memory of one rank", "term", "moment", "predicted", "executed", "difference", "", text_columns=2)
+    table = _table(
+        "memory of one rank", "term", "moment", "predicted", "executed", "difference", "", text_columns=2
+    )
     for term in document["terms"]:
         table.add_row(
             term["term"],
@@ -232,10 +255,12 @@ def check_report(document: Mapping[str, Any]) -> RenderableType:
             f"{flow['predicted_launches']:,} / {flow['executed_launches']:,}",
             _verdict(flow["ok"]),
         )
-    memory = "" if document["host_memory"] is None else f", {format_bytes(document['host_memory'])} of host memory"
+    memory = (
+        "" if document["host_memory"] is None else f", {format_bytes(document['host_memory'])} of host memory"
+    )
     foot = (
-        f"peak at {document['peak_moment']}; dry run took {format_time(document['time'])}{memory}; tolerance at the "
-        f"peak {document['tolerance']['memory']:.1%} of it, at rest and in traffic none"
+        f"peak at {document['peak_moment']}; dry run took {format_time(document['time'])}{memory}; "
+        f"tolerance at the peak {document['tolerance']['memory']:.1%} of it, at rest and in traffic none"
     )
     verdict = "the ledger is what the program does" if document["ok"] else "the ledger and the program differ"
     style = "bold green" if document["ok"] else "bold red"
@@ -249,7 +274,10 @@ def _verdict(ok: bool) -> Text:
 def train_report(document: Mapping[str, Any]) -> RenderableType:
     """One run, predicted against measured."""
     losses = document["losses"]
-    parts = [Text(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {document['steps']} steps  {sparkline(losses)}")]
+    parts = [Text("stopped before its last step", style="yellow")] if document["interrupted"] else []
+    parts += [
+        Text(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {document['steps']} steps  {sparkline(losses)}")
+    ]
     if document.get("eval_losses"):
         held_out = ", ".join(f"{e['loss']:.4f} (step {e['step']})" for e in document["eval_losses"])
         parts.append(Text(f"held out: {held_out}"))

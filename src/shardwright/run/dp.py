@@ -56,13 +56,13 @@ def check_units(model: Transformer) -> None:
 
     Raises: LayoutError
     """
-    groups = [group for group in model._get_fsdp_state()._fsdp_param_groups]
+    groups = list(model._get_fsdp_state()._fsdp_param_groups)
     held = sum(parameter.sharded_param.numel() for group in groups for parameter in group.fsdp_params)
     if held:
         total = sum(parameter.numel() for parameter in model.parameters())
         raise LayoutError(
-            f"FSDP on the root holds {held / total:.0%} of the parameters: gathering it would gather them all at "
-            "once; wrap the embedding, each block and the head first"
+            f"FSDP on the root holds {held / total:.0%} of the parameters: gathering it would gather them all "
+            "at once; wrap the embedding, each block and the head first"
         )
 
 

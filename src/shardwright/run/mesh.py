@@ -1,4 +1,7 @@
-"""The mesh of ranks, and the process group under it. Private parts of torch's DeviceMesh are used here only."""
+"""The mesh of ranks, and the process group under it.
+
+Private parts of torch's DeviceMesh are used here only.
+"""
 
 import datetime
 from typing import NamedTuple

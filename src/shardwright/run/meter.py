@@ -49,6 +49,7 @@ class Sent(NamedTuple):
 class _Storage(NamedTuple):
     kind: str
     nbytes: int
+    birth: int  # counts all births
     alive: weakref.ref[torch.UntypedStorage]
 
 
@@ -65,7 +66,9 @@ class MemoryMeter(TorchDispatchMode):
         self.axes = _axes_of_groups(mesh)
         self.storages: dict[int, _Storage] = {}
         self.held: Counter[str] = Counter()
+        self.births = 0
         self.peak = 0
+        self.births_at_peak = 0
         self.at_peak: dict[str, int] = {}
         self.at_rest: dict[str, int] = {}
         self.sent: Counter[Collective] = Counter()
@@ -99,6 +102,8 @@ class MemoryMeter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._record(func, args)
+        if self.kind == GATHERED and func.is_view:
+            return out  # of a storage that is known, or of a backend's own buffer: gloo reduces a copy
         kind = LOGITS if "cross_entropy" in func.__name__ else self.kind
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -119,8 +124,10 @@ class MemoryMeter(TorchDispatchMode):
             self.held[known.kind] -= known.nbytes
             self.held[kind] += known.nbytes
             self.storages[id(storage)] = known._replace(kind=kind)
-            if sum(self.held.values()) == self.peak:  # the peak is now: name it as it is
-                self.at_peak = {k: self.held[k] for k in KINDS}
+            if known.kind == ACTIVATIONS and known.birth <= self.births_at_peak:
+                # a weight's gradient, born unnamed, was there at the peak: name it there too
+                self.at_peak[ACTIVATIONS] -= known.nbytes
+                self.at_peak[kind] += known.nbytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Account for a storage that FSDP has emptied or filled again in place."""
@@ -140,7 +147,9 @@ class MemoryMeter(TorchDispatchMode):
         key = id(storage)
         if key in self.storages:
             return
-        self.storages[key] = _Storage(kind, storage.nbytes(), weakref.ref(storage, lambda _: self._died(key)))
+        self.births += 1
+        alive = weakref.ref(storage, lambda _: self._died(key))
+        self.storages[key] = _Storage(kind, storage.nbytes(), self.births, alive)
         self._add(kind, storage.nbytes())
 
     def _died(self, key: int) -> None:
@@ -152,6 +161,7 @@ class MemoryMeter(TorchDispatchMode):
         total = sum(self.held.values())
         if nbytes > 0 and total > self.peak:
             self.peak, self.at_peak = total, {k: self.held[k] for k in KINDS}
+            self.births_at_peak = self.births
 
     def _register_state(self) -> None:
         for parameter in self.model.parameters():
@@ -285,8 +295,8 @@ class _GatheredGradients:
         for fsdp_param in group.fsdp_params:
             parameter = getattr(fsdp_param, "_unsharded_param", None)
             if parameter is not None and id(parameter) not in self.handles:
-                self.handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(
-                    lambda p: self.meter.mark(p.grad, GATHERED)
+                self.handles[id(parameter)] = parameter.register_hook(
+                    lambda grad: self.meter.mark(grad, GATHERED)
                 )
 
     def settle(self, group) -> None:

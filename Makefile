@@ -1,0 +1,33 @@
+# make run: the loop on this machine. make test: all tests. Each makes its own environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test check bench venv clean
+
+run: $(STAMP)
+	$(BIN)/shardwright loop
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench.py
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[train,hf,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

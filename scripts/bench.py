@@ -73,10 +73,9 @@ def dry_run_figures() -> dict[str, float]:
 
 def start_up() -> dict[str, float]:
     """``shardwright plan`` of a 70B on 64 devices as a command [s]."""
-    command = [
-        str(Path(sys.executable).with_name("shardwright")), "plan", "llama-3.1-70b", "--gpus", "64", "--device",
-        "h100-sxm", "--seq", "8192", "--global-batch", "1024", "--json",
-    ]  # fmt: skip
+    shardwright = str(Path(sys.executable).with_name("shardwright"))
+    job = ["--gpus", "64", "--device", "h100-sxm", "--seq", "8192", "--global-batch", "1024", "--json"]
+    command = [shardwright, "plan", "llama-3.1-70b", *job]
     return {"plan_command_s": best_time(lambda: subprocess.run(command, check=True, capture_output=True))}
 
 

@@ -15,8 +15,11 @@ ROOT = Path(shardwright.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 ROOMS = (
-    *("errors", "units", "axes", "description", "model", "hf_config", "job", "cluster", "layout", "planfile"),
-    *("data", "plan", "run", "measure", "check", "doctor", "export", "report", "web", "launcher", "cli"),
+    *("errors", "units", "axes", "description", "families", "model"),
+    *("hf_reader", "hf_families", "hf_config"),
+    *("job", "cluster", "layout", "planfile"),
+    *("data", "plan", "hf_meta", "run", "measure", "check", "doctor", "export", "report", "web"),
+    *("launcher", "cli"),
 )
 """A room imports only from itself and from rooms to the left of it."""
 

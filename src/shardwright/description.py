@@ -37,7 +37,7 @@ def _quantity(scale: Mapping[str, float], whole: bool) -> tuple[BeforeValidator,
         return round(number) if whole else float(number)
 
     def write(value: float, info: SerializationInfo) -> float | str:
-        return units.exact_quantity(value, scale) if info.context == AS_TEXT else value
+        return units.exact_quantity(value, scale, whole=whole) if info.context == AS_TEXT else value
 
     return BeforeValidator(read), PlainSerializer(write, return_type=Any)
 

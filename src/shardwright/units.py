@@ -53,23 +53,29 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def exact_quantity(value: float, units: Mapping[str, float]) -> str:
-    """Shortest "number unit" that ``parse_quantity`` reads back as exactly ``value``."""
+def exact_quantity(value: float, units: Mapping[str, float], *, whole: bool = False) -> str:
+    """Shortest "number unit" that ``parse_quantity`` reads back as exactly ``value``, rounded if ``whole``.
+
+    Bits are left to people: a rate is written in bytes.
+    """
     best = ""
     for unit, scale in units.items():
+        if unit.endswith("b/s"):
+            continue
         number = value / scale
         for text in (f"{number:.0f}", f"{number:.6g}", repr(float(number))):
             candidate = f"{text} {unit}"
-            if _reads_as(candidate, units, value) and (not best or len(candidate) < len(best)):
+            if _reads_as(candidate, units, value, whole) and (not best or len(candidate) < len(best)):
                 best = candidate
     return best or f"{value!r} {next(iter(units))}"
 
 
-def _reads_as(text: str, units: Mapping[str, float], value: float) -> bool:
+def _reads_as(text: str, units: Mapping[str, float], value: float, whole: bool) -> bool:
     try:
-        return parse_quantity(text, units) == value
+        number = parse_quantity(text, units)
     except ValueError:  # beyond the largest float in that unit
         return False
+    return (round(number) if whole else number) == value
 
 
 def format_bytes(value: float) -> str:

@@ -174,6 +174,19 @@ def test_the_last_rank_holds_no_more_than_the_first():
     assert last.peak <= first.peak
 
 
+@pytest.mark.parametrize(
+    ("replicate", "shard", "stage"), [(1, 4, 1), (1, 4, 2), (1, 4, 3), (2, 2, 3), (4, 1, 0)]
+)
+def test_microbatches_left_out_are_the_second_again(replicate, shard, stage):
+    plan = Plan(changed(layers=1), replicate, shard, stage, m=5)
+    short = execution(plan)
+    every = dry_run(plan.spec, plan.job, plan.layout, most_microbatches=5)
+    assert (short.microbatches, every.microbatches) == (3, 5)
+    assert differences(plan, every) == differences(plan, short) == set()
+    for name in ("at_rest", "at_peak", "peak", "traffic"):
+        assert getattr(short, name) == getattr(every, name)
+
+
 def test_the_peak_is_the_sum_of_its_kinds():
     executed = execution(PLANS[0])
     assert sum(executed.at_peak.values()) == executed.peak
@@ -241,7 +254,9 @@ BROKEN_LEDGERS = {
         Plan(m=1), memory, "optimizer_elements", lambda *args: args[1].numel, {"optimizer", "peak"},
     ),
     "no gradient waits": (Plan(stage=1), moments, "_waiting", nothing, {"gathered at peak", "peak"}),
-    "nothing stays gathered": (Plan(stage=2, m=3), moments, "_resident", nothing, {"gathered at peak", "peak"}),
+    "nothing stays gathered": (
+        Plan(stage=2, m=3), moments, "_resident", nothing, {"gathered at peak", "peak"},
+    ),
     "no reduction buffers": (
         Plan(replicate=4, shard=1, stage=0), moments, "_reduction", nothing, {"gathered at peak", "peak"},
     ),

@@ -67,6 +67,8 @@ def check_document(ok=True):
         ],
         "peak_moment": "last microbatch: layer 3, SwiGLU backward",
         "tolerance": {"memory": 0.02, "traffic": 0.0},
+        "microbatches": 8,
+        "microbatches_executed": 3,
         "time": 1.25,
         "host_memory": 2**29,
     }
@@ -151,6 +153,7 @@ def test_check_report_marks_what_differs(width, ok):
     assert ("the ledger is what the program does" if ok else "the ledger and the program differ") in text
     assert "-100" in text
     assert "dry run took 1,250.0 ms, 0.50 GiB of host memory" in words_of(text)
+    assert "3 of 8 microbatches executed, the others repeat the second" in words_of(text)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -82,7 +82,11 @@ def test_training_learns_and_records_the_run(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert [line["loss"] for line in lines] == result["losses"]
     assert lines[3]["learning_rate"] == learning_rate(job, 3)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plan.toml", "result.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "metrics.jsonl",
+        "plan.toml",
+        "result.json",
+    ]
 
 
 def test_loss_curve_does_not_depend_on_the_layout(tmp_path):

@@ -51,6 +51,8 @@ class Comparison:
     traffic: tuple[Flow, ...]
     peak_moment: str
     tolerance: Mapping[str, float]
+    microbatches: int
+    microbatches_executed: int  # the others repeat the second
     time: float  # of the dry run [s]
     host_memory: int | None  # peak of this process [B]
 
@@ -85,6 +87,8 @@ def compare(plan: Plan, execution: Execution, memory_tolerance: float = MEMORY_T
         traffic=tuple(flows),
         peak_moment=moment,
         tolerance={"memory": memory_tolerance, "traffic": 0.0},
+        microbatches=plan.layout.microbatches,
+        microbatches_executed=execution.microbatches,
         time=execution.time,
         host_memory=peak_host_memory(),
     )

@@ -9,33 +9,48 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
+from shardwright.plan.moments import TOKEN_BYTES
 from shardwright.run.mesh import build_mesh
-from shardwright.run.meter import Collective, MemoryMeter, Sent
+from shardwright.run.meter import ACTIVATIONS, Collective, MemoryMeter, Sent
 from shardwright.run.step import Microbatch, Stepper, parallel_model
+
+STEADY_MICROBATCHES = 3
+"""Microbatches that are executed at most: the first, one in the steady state, the last. The others of a step
+repeat the second."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """What one rank held and sent in its second step (the first has no optimizer state yet)."""
+    """What one rank held and sent in its second step (the first has no optimizer state yet).
+
+    ``microbatches`` were executed; what those left out would add is in the numbers.
+    """
 
     at_rest: dict[str, int]
     at_peak: dict[str, int]
     peak: int
     traffic: dict[Collective, Sent]
+    microbatches: int
     time: float
 
 
-def dry_run(model: ModelSpec, job: Job, layout: Layout, rank: int = 0) -> Execution:
+def dry_run(
+    model: ModelSpec, job: Job, layout: Layout, rank: int = 0, *, most_microbatches: int = STEADY_MICROBATCHES
+) -> Execution:
     """Execute two steps of ``rank`` in the fake mode and report the second.
+
+    ``most_microbatches``: 3 or more.
 
     Raises: RuntimeError: a process group exists already in this process.
     """
     start = time.perf_counter()
+    count = min(layout.microbatches, most_microbatches)
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     try:
         mesh = build_mesh(layout, "cpu")
@@ -43,20 +58,49 @@ def dry_run(model: ModelSpec, job: Job, layout: Layout, rank: int = 0) -> Execut
         with FakeTensorMode(allow_non_fake_inputs=True):
             network.to_empty(device="cpu")
             stepper = Stepper(network, job, layout, mesh, read=lambda scalar: 1.0)
-            stepper.step(0, _microbatches(job, layout))
+            stepper.step(0, _microbatches(job, layout, 1))  # makes the optimizer's state
             meter = MemoryMeter(network, stepper.optimizer, mesh)
+            sent_after: list[dict[Collective, Sent]] = []
+            stepper.after_microbatch = lambda index: sent_after.append(meter.traffic)
             stepper.optimizer.register_step_pre_hook(lambda *_: meter.settle())
             with meter:
-                stepper.step(1, _microbatches(job, layout))
-        return Execution(meter.at_rest, meter.at_peak, meter.peak, meter.traffic, time.perf_counter() - start)
+                stepper.step(1, _microbatches(job, layout, count))
+        left_out = layout.microbatches - count
+        ids = left_out * TOKEN_BYTES * layout.micro_batch * job.seq
+        return Execution(
+            at_rest=meter.at_rest,
+            at_peak=meter.at_peak | {ACTIVATIONS: meter.at_peak[ACTIVATIONS] + ids},
+            peak=meter.peak + ids,
+            traffic=_with_repeats(meter.traffic, sent_after, left_out),
+            microbatches=count,
+            time=time.perf_counter() - start,
+        )
     finally:
         dist.destroy_process_group()
+        # they would hand the fake mesh to a real one of the same shape
+        clear_dtensor_caches()  # type: ignore[no-untyped-call]
 
 
-def _microbatches(job: Job, layout: Layout) -> list[Microbatch]:
-    """Token ids and targets of a step, as training is given them."""
+def _with_repeats(
+    traffic: dict[Collective, Sent], after: list[dict[Collective, Sent]], repeats: int
+) -> dict[Collective, Sent]:
+    """Traffic of the step, and ``repeats`` times more that of its second microbatch."""
+    if not repeats:
+        return traffic
+    none = Sent(0, 0)
+    result = {}
+    for key, sent in traffic.items():
+        before, behind = after[0].get(key, none), after[1].get(key, none)
+        result[key] = Sent(
+            sent.launches + repeats * (behind.launches - before.launches),
+            sent.payload_bytes + repeats * (behind.payload_bytes - before.payload_bytes),
+        )
+    return result
+
+
+def _microbatches(job: Job, layout: Layout, count: int) -> list[Microbatch]:
+    """Token ids and targets of ``count`` microbatches, as training is given them."""
     shape = (layout.micro_batch, job.seq)
     return [
-        (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
-        for _ in range(layout.microbatches)
+        (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)) for _ in range(count)
     ]

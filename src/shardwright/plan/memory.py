@@ -49,7 +49,10 @@ class Ledger:
 
 
 def memory_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable) -> Ledger:
-    """The ledger of every row of ``table``."""
+    """The ledger of every row of ``table``.
+
+    The resting state is counted by the job's accounting; what lives for a while is the runtime's own always.
+    """
     parameters, gradients, optimizer = _resting_state(parameter_table(model), job, table)
     peak = Held(*(np.zeros(table.rows) for _ in Held._fields))
     names: list[str] = []

@@ -6,7 +6,7 @@ whose gradients wait unreduced, and which buffers live, from torch/distributed/f
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,9 @@ from shardwright.plan.table import Floats, LayoutTable
 
 TOKEN_BYTES = 16
 """One token id and one target, int64 each, of every microbatch of a step."""
+
+RUNNING_LOSS_BYTES = 8
+"""The loss of earlier microbatches, fp64."""
 
 
 class Held(NamedTuple):
@@ -68,12 +71,17 @@ class _Step:
     tokens: Floats  # of a microbatch
     saved: Floats  # of one block
     ids: Floats  # token ids and targets of a step
-    tables: float  # rotary tables, until the first layer's backward pass is over
+    tables: float  # rotary, one pair for all layers
     hidden: float  # bytes of one hidden vector
     wide: float  # bytes of one statistic
     vocab: float  # bytes of one row of logits
     merges: bool  # gradients add to an older one at once: no wider type to reduce in
     tied_gradient: float  # of a tied matrix from the head: autograd holds it until the embedding's is there
+
+    @property
+    def inputs(self) -> Floats:
+        """Token ids and rotary tables: held until the first layer's backward pass is over."""
+        return self.ids + self.tables
 
 
 def timeline(model: ModelSpec, job: Job, table: LayoutTable) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
@@ -139,18 +147,21 @@ class _Open(NamedTuple):
     head: bool
 
 
-def _moments(step: _Step, kinds: list[BlockActivations]) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
-    m, layers = step.table.microbatches, step.layers
+def _moments(whole: _Step, kinds: list[BlockActivations]) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    m, layers = whole.table.microbatches, whole.layers
     roles = (
         _Role("first microbatch", m >= 2, m >= 2, False, m < 0),
         _Role("middle microbatch", m >= 3, m < 0, False, m >= 0),
         _Role("last microbatch", m >= 1, m == 1, True, m >= 2),
     )
     for role in roles:
-        gathers = role.valid & (role.first | (step.table.zero_stage == 3)) & (step.table.dp_shard > 1)
-        yield f"{role.name}: first layer gathered", gathers, _gathering(step, role, 0)
-        yield f"{role.name}: last layer gathered", gathers, _gathering(step, role, layers - 1)
-        yield f"{role.name}: head gathered", gathers, _gathering(step, role, layers)
+        gathers = role.valid & (role.first | (whole.table.zero_stage == 3)) & (whole.table.dp_shard > 1)
+        totals = np.where(role.older, RUNNING_LOSS_BYTES, 0)
+        forward = replace(whole, ids=whole.ids + totals)
+        step = replace(forward, ids=forward.ids + 2 * whole.wide)  # the loss and the gradient it starts from
+        yield f"{role.name}: first layer gathered", gathers, _gathering(forward, role, 0)
+        yield f"{role.name}: last layer gathered", gathers, _gathering(forward, role, layers - 1)
+        yield f"{role.name}: head gathered", gathers, _gathering(forward, role, layers)
         yield f"{role.name}: head backward", role.valid, _head_backward(step, role)
         if not step.tied:  # a tied head is reduced at the very end
             yield f"{role.name}: head gradients reduced", role.valid, _head_reduced(step, role)
@@ -247,7 +258,7 @@ def _gathering(step: _Step, role: _Role, blocks: int) -> Held:
     gathered = np.where(step.table.zero_stage == 3, step.head.gathered if step.tied else 0.0, others)
     gathered = gathered + 2 * unit.gathered + before.gathered
     shards = np.where(role.older, _shards(step, role, _Open(step.layers, True)), 0.0)
-    activations = blocks * step.saved + step.tokens * step.hidden + step.ids + step.tables
+    activations = blocks * step.saved + step.tokens * step.hidden + step.inputs
     return Held(shards, activations, np.zeros(step.table.rows), gathered)
 
 
@@ -255,8 +266,9 @@ def _head_backward(step: _Step, role: _Role) -> Held:
     still = _Open(step.layers, True)
     prefetched = np.where(step.table.dp_shard > 1, step.block.gathered, 0.0)
     gathered = _gathered(step, role, still, step.head.gathered + prefetched)
-    activations = step.layers * step.saved + step.tokens * (3 * step.hidden + step.wide) + step.ids + step.tables
-    gathered = gathered + _waiting(step, role, still) + (0.0 if step.tied else step.head.fresh)
+    activations = step.layers * step.saved + step.tokens * (3 * step.hidden + step.wide) + step.inputs
+    gradient = 0.0 if step.tied else step.head.fresh - step.hidden  # the norm's comes after
+    gathered = gathered + _waiting(step, role, still) + gradient
     activations = activations + step.tied_gradient
     return Held(_shards(step, role, still), activations, step.tokens * step.vocab, gathered)
 
@@ -266,7 +278,7 @@ def _head_reduced(step: _Step, role: _Role) -> Held:
     prefetched = np.where(step.table.dp_shard > 1, step.block.gathered, 0.0)
     gathered = _gathered(step, role, after, prefetched)
     waiting = _waiting(step, role, after if role.last else before)
-    activations = step.layers * step.saved + step.tokens * step.hidden + step.ids + step.tables
+    activations = step.layers * step.saved + step.tokens * step.hidden + step.inputs
     gathered = gathered + waiting + _reduction(step, role, step.head)
     return Held(_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
 
@@ -280,7 +292,7 @@ def _in_block(step: _Step, role: _Role, layer: int, moment: Moment) -> Held:
     fresh = np.where(_merges(step, role), moment.fresh_bytes, moment.gradient_bytes)
     gathered = _gathered(step, role, still, stage3) + _waiting(step, role, still)
     gathered = gathered + buffer + fresh
-    activations = layer * step.saved + step.tokens * moment.token_bytes + step.ids + step.tables + step.tied_gradient
+    activations = layer * step.saved + step.tokens * moment.token_bytes + step.inputs + step.tied_gradient
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
 
@@ -291,7 +303,7 @@ def _first_block_copied_out(step: _Step, role: _Role) -> Held:
     previous = step.block if step.layers > 1 else step.head
     buffer = 0.0 if step.tied and step.layers == 1 else previous.reduce_input
     gathered = 2 * step.block.gathered + buffer + (step.head.gathered if step.tied else 0.0)
-    activations = step.saved + step.tokens * step.hidden + step.ids + step.tables + step.tied_gradient
+    activations = step.saved + step.tokens * step.hidden + step.inputs + step.tied_gradient
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
 
@@ -300,9 +312,8 @@ def _block_reduced(step: _Step, role: _Role, layer: int) -> Held:
     stage3 = step.block.gathered * (1 if layer > 0 else 0) + (step.head.gathered if step.tied else 0.0)
     gathered = _gathered(step, role, after, stage3) + _waiting(step, role, after if role.last else before)
     gathered = gathered + _reduction(step, role, step.block)
-    activations = layer * step.saved + step.tokens * step.hidden + step.ids + step.tied_gradient
-    if layer > 0:
-        activations = activations + step.tables
+    inputs = step.inputs if layer > 0 else step.ids
+    activations = layer * step.saved + step.tokens * step.hidden + inputs + step.tied_gradient
     return Held(_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
 
 

@@ -26,7 +26,7 @@ from shardwright.plan.compute import (
 )
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
 from shardwright.plan.table import Floats, LayoutTable
-from shardwright.plan.traffic import _scalars as scalar_flows
+from shardwright.plan.traffic import scalar_flows
 
 
 class StepTime(NamedTuple):

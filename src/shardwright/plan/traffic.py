@@ -81,10 +81,10 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
             "dp_replicate", "all_reduce", table.dp_replicate, replicated, over_units(once, wide, padded=False)
         ),
     ]
-    return flows + _scalars(table)
+    return flows + scalar_flows(table)
 
 
-def _scalars(table: LayoutTable) -> list[Flow]:
+def scalar_flows(table: LayoutTable) -> list[Flow]:
     """Token count and loss over all data ranks, squared norm over dp_shard."""
     split, replicated = table.dp_shard > 1, table.dp_replicate > 1
     both = split & replicated
@@ -113,4 +113,3 @@ def merged(flows: list[Flow]) -> list[Flow]:
             )
         total[key] = flow
     return [flow for flow in total.values() if flow.launches.any()]
-

@@ -262,6 +262,11 @@ def check_report(document: Mapping[str, Any]) -> RenderableType:
         f"peak at {document['peak_moment']}; dry run took {format_time(document['time'])}{memory}; "
         f"tolerance at the peak {document['tolerance']['memory']:.1%} of it, at rest and in traffic none"
     )
+    if document["microbatches_executed"] < document["microbatches"]:
+        foot += (
+            f"; {document['microbatches_executed']} of {document['microbatches']} microbatches executed, "
+            "the others repeat the second"
+        )
     verdict = "the ledger is what the program does" if document["ok"] else "the ledger and the program differ"
     style = "bold green" if document["ok"] else "bold red"
     return Group(table, flows, Text(foot, style="dim"), Text(verdict, style=style))

@@ -61,8 +61,8 @@ def check_units(model: Transformer) -> None:
     if held:
         total = sum(parameter.numel() for parameter in model.parameters())
         raise LayoutError(
-            f"FSDP on the root holds {held / total:.0%} of the parameters: gathering it would gather them all "
-            "at once; wrap the embedding, each block and the head first"
+            f"FSDP on the root holds {held / total:.0%} of the parameters: gathering it would gather them "
+            "all at once; wrap the embedding, each block and the head first"
         )
 
 

@@ -54,9 +54,12 @@ class Stepper:
         layout: Layout,
         mesh: RankMesh,
         read: Callable[[Tensor], float] = float,
+        after_microbatch: Callable[[int], None] = lambda index: None,
     ) -> None:
-        """``read`` turns a scalar tensor into a number; a dry run, whose tensors hold none, replaces it."""
-        self.model, self.job, self.layout, self.mesh, self.read = model, job, layout, mesh, read
+        """``read`` turns a scalar tensor into a number; a dry run, whose tensors hold none, replaces it.
+        ``after_microbatch`` is told the index of each microbatch whose backward pass is done."""
+        self.model, self.job, self.layout, self.mesh = model, job, layout, mesh
+        self.read, self.after_microbatch = read, after_microbatch
         self.optimizer = build_optimizer(model, job)
         self.data_group = mesh.data.get_group() if layout.dp > 1 else None
 
@@ -83,6 +86,7 @@ class Stepper:
             detached = loss.detach().double()
             total = detached if total is None else total + detached
             del loss, detached
+            self.after_microbatch(i)
         return self.read(self.sum_over_data(total)), int(tokens)
 
     def global_tokens(self, targets: Sequence[Tensor]) -> float:

@@ -61,7 +61,8 @@ def train(
 
     ``step_flops`` [FLOP] of the whole model and global batch, and ``peak_flops_per_s`` of one device: with
     both, MFU is known. ``meter_factory`` measures memory around one step where the device does not itself
-    (CPU). ``plan_text`` is kept in the folder as plan.toml. ``after_step`` is called on every rank. On SIGINT or SIGTERM every rank ends after the same step.
+    (CPU). ``plan_text`` is kept in the folder as plan.toml. ``after_step`` is called on every rank. On SIGINT
+    or SIGTERM every rank ends after the same step.
 
     Raises: PlanFileError: the folder already holds a run. RunFailedError: loss or gradients are not finite.
     """
@@ -70,15 +71,7 @@ def train(
         if _agree_on_folder(run_directory, tensorboard)
         else None
     )
-    device = (
-        torch.device(device_type, torch.cuda.current_device())
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
-    mesh = build_mesh(layout, device_type)
-    model = parallel_model(spec, job, layout, mesh)
-    initialise(model, job.seed, device)
-    stepper = Stepper(model, job, layout, mesh)
+    stepper, device = _build_stepper(spec, job, layout, device_type)
     memory = MemoryGauge(stepper, device, meter_factory)
     peak_time = step_flops / (peak_flops_per_s * layout.ranks) if step_flops and peak_flops_per_s else None
     result = None
@@ -104,6 +97,21 @@ def train(
     if fault:
         raise RunFailedError(fault)
     return result
+
+
+def _build_stepper(
+    spec: ModelSpec, job: Job, layout: Layout, device_type: str
+) -> tuple[Stepper, torch.device]:
+    """The model of this rank with its initial weights, ready to step, and the device it is on."""
+    device = (
+        torch.device(device_type, torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
+    mesh = build_mesh(layout, device_type)
+    model = parallel_model(spec, job, layout, mesh)
+    initialise(model, job.seed, device)
+    return Stepper(model, job, layout, mesh), device
 
 
 def evaluate(stepper: Stepper, dataset: Batches) -> float:

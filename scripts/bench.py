@@ -20,13 +20,14 @@ from shardwright.cluster import cluster_of, usable_cores
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import preset
-from shardwright.plan.memory import memory_ledger
-from shardwright.plan.search import search, search_space
+from shardwright.plan.memory import device_memory
+from shardwright.plan.search import search
+from shardwright.plan.space import search_space
 from shardwright.plan.step import step_time
 from shardwright.plan.table import LayoutTable
 
 REPEATS = 3
-TABLE_ROWS = 100_000
+TABLE_ROWS = 16_384
 
 
 def best_time(function: Callable[[], Any]) -> float:
@@ -43,11 +44,11 @@ def search_rate() -> dict[str, float]:
     """Layouts a second, memory and step time both computed, on one core; and one whole search."""
     model, job = preset("llama-3.1-70b"), Job(seq=8192, global_batch=1024)
     cluster = cluster_of("h100-sxm", 64)
-    space = search_space(job, 64)
+    space = search_space(model, job, 64).wide()
     table = LayoutTable(*(np.resize(column, TABLE_ROWS) for column in space))
 
     def evaluate() -> None:
-        memory_ledger(model, job, cluster.device, table)
+        device_memory(model, job, cluster.device, table)
         step_time(model, job, cluster, table)
 
     return {

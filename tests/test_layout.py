@@ -136,6 +136,6 @@ def test_what_the_runtime_refuses_is_said_with_every_reason():
     with pytest.raises(
         LayoutError, match=r"sliding_window=4096 is shorter.*optimizer='muon' is only.*accounting='meg"
     ):
-        check_runnable(preset("mistral-7b"), job)
-    assert not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8)) == []
-    assert not_runnable_reasons(preset("mistral-7b"), Job(seq=4096, global_batch=8)) == []
+        check_runnable(preset("mistral-7b"), job, Layout())
+    assert not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), Layout()) == []
+    assert not_runnable_reasons(preset("mistral-7b"), Job(seq=4096, global_batch=8), Layout()) == []

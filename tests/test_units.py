@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright import units
-from shardwright.units import BANDWIDTH, BYTES, RATE, TIME, exact_quantity, parse_quantity
+from shardwright.units import BANDWIDTH, BYTES, RATE, TIME, exact_quantity, parse_count, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,33 @@ def test_refuses_what_has_no_number_or_unit_and_lists_the_units(text):
 def test_refuses_what_is_not_finite(text):
     with pytest.raises(ValueError, match="is not a finite number"):
         parse_quantity(text, BYTES)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("15T", 15 * 10**12),
+        ("300B", 300 * 10**9),
+        ("1.5 M", 1_500_000),
+        ("64k", 64_000),
+        (" 1_000,000 ", 10**6),
+        ("2e12", 2 * 10**12),
+        ("0.3T", 3 * 10**11),
+        ("9.3T", 9_300_000_000_000),
+        ("0", 0),
+    ],
+)
+def test_reads_counts_exactly(text, value):
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "T", "1.5", "-3B", "15 Tokens", "1e999", "1e400T", "nan", "inf", "0.0000001M", "9e18T", "1 T B"],
+)
+def test_refuses_what_is_no_count(text):
+    with pytest.raises(ValueError, match=r"is not a whole number up to 9.2e\+18, alone or with k, M, B or T"):
+        parse_count(text)
 
 
 @pytest.mark.parametrize("scale", [BYTES, BANDWIDTH, TIME, RATE], ids=["bytes", "bandwidth", "time", "rate"])
@@ -86,6 +113,12 @@ def test_exact_text_is_short(value, scale, text):
         (units.format_duration(3725), "1:02:05"),
         (units.format_duration(65), "1:05"),
         (units.format_duration(-3), "0:00"),
+        (units.format_span(2.5 * units.DAY), "2.5 days"),
+        (units.format_span(1e12 * units.DAY), "1.0e+12 days"),
+        (units.format_span(3 * units.HOUR), "3.0 h"),
+        (units.format_span(600), "10.0 min"),
+        (units.format_span(90), "90.0 s"),
+        (units.format_span(0.25), "250.0 ms"),
         (units.format_count(8_030_261_248), "8.03 B"),
         (units.format_count(512), "512"),
     ],

@@ -16,9 +16,15 @@ class Axis:
 
 
 AXES = (
+    Axis("pp", "the layers, in stages; a microbatch passes from stage to stage"),
     Axis("dp_replicate", "the batch; parameters, gradients and optimizer state are whole on each"),
     Axis("dp_shard", "the batch, and parameters, gradients and optimizer state as the ZeRO stage says"),
+    Axis("cp", "the sequence, in attention too; parameters are split along with dp_shard"),
+    Axis("tp", "every matrix by heads, feed-forward width or vocabulary"),
 )
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Axes along which ranks hold different sequences."""
 
 MESH_ORDER = tuple(axis.name for axis in AXES)
 """Default order of the mesh, outermost (largest rank stride) first."""

@@ -6,20 +6,21 @@ import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import RenderableType
 
 from shardwright import __version__
 from shardwright.cluster import Cluster, cluster_of, device, device_names, usable_cores
-from shardwright.errors import AnswerIsNo, ClusterError, MissingExtraError, ShardwrightError
+from shardwright.errors import AnswerIsNo, ClusterError, JobError, MissingExtraError, ShardwrightError
 from shardwright.hf_config import model_from
 from shardwright.job import Job
 from shardwright.layout import RECOMPUTE_KINDS, check_runnable
 from shardwright.model import ModelSpec, preset, preset_names
 from shardwright.planfile import load_plan, save_plan
 from shardwright.report import terminal
+from shardwright.units import BANDWIDTH, HOUR, TIME, parse_count, parse_quantity
 
 app = typer.Typer(
     name="shardwright",
@@ -28,6 +29,8 @@ app = typer.Typer(
     help="Plan how to split transformer training over GPUs, train with the plan, and prove it to the byte.",
 )
 
+
+T = TypeVar("T")
 
 LEDGER_DIFFERS = "the ledger and the program differ: see the rows that are not ok"
 
@@ -107,6 +110,22 @@ Output = Annotated[
 ]
 Measure = Annotated[bool, typer.Option(help="Measure this machine's CPU ranks first (2 s).")]
 
+# Options of `goodput`
+Tokens = Annotated[str, typer.Option(help='Tokens of the run, "15T" or "300B" for example.')]
+StepTime = Annotated[str | None, typer.Option(help="A measured step. Default: the plan's prediction.")]
+MtbfHours = Annotated[float | None, typer.Option(help="Hours between failures of one device.")]
+Failures = Annotated[
+    int | None, typer.Option("--interruptions", help="Failures of a job, over --days on --devices.", min=1)
+]
+Days = Annotated[float | None, typer.Option(help="Days over which --interruptions came.")]
+Devices = Annotated[int | None, typer.Option(help="Devices of the job they stopped.", min=1)]
+SaveTime = Annotated[str | None, typer.Option(help='Standstill of a checkpoint, "60 s" for example.')]
+StorageBandwidth = Annotated[
+    str | None, typer.Option(help='Of all devices together, to estimate it, "20 GB/s" for example.')
+]
+RestartTime = Annotated[str | None, typer.Option(help='From failure to checkpoint loaded, "10 min".')]
+Price = Annotated[float | None, typer.Option(help="Of a device-hour. Default: the cluster's, if it has one.")]
+
 # Options of `train` and `loop`
 DataOption = Annotated[
     Path | None, typer.Option(help="A text file or a folder of them. Default: Python's standard library.")
@@ -174,16 +193,15 @@ def _options(
 @app.command()
 def params(model: ModelArgument, as_json: JsonOption = False) -> None:
     """Count a model's parameters and list its tensors."""
-    from shardwright.plan.params import parameter_table
+    from shardwright.hf_meta import counted
 
-    spec = model_from(model)
-    table = parameter_table(spec)
+    count = counted(model)
     document = {
-        "model": spec.name,
-        "parameters": table.parameters,
-        "active_parameters": table.parameters,
-        "mtp_parameters": 0,
-        "tensors": [{"name": t.name, "shape": list(t.shape), "role": t.role} for t in table.tensors()],
+        "model": count.name,
+        "parameters": count.table.parameters,
+        "active_parameters": count.active,
+        "mtp_parameters": count.mtp,
+        "tensors": [{"name": t.name, "shape": list(t.shape), "role": t.role} for t in count.table.tensors()],
     }
     _print(document, as_json, terminal.params_report)
 
@@ -313,6 +331,64 @@ def explain(plan_path: PlanArgument, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="A plan, as for explain.", metavar="A")],
+    b: Annotated[Path, typer.Argument(help="Another of the same model.", metavar="B")],
+    as_json: JsonOption = False,
+) -> None:
+    """Two plans of a model side by side: memory, traffic, time, and what another batch means."""
+    from shardwright.plan.comparison import compare_plans
+    from shardwright.report.comparison import comparison_report
+
+    _print(compare_plans(load_plan(a), load_plan(b)), as_json, comparison_report)
+
+
+@app.command()
+def goodput(
+    plan_path: PlanArgument,
+    tokens: Tokens,
+    step_time: StepTime = None,
+    mtbf_hours: MtbfHours = None,
+    interruptions: Failures = None,
+    days: Days = None,
+    devices: Devices = None,
+    save_time: SaveTime = None,
+    storage_bandwidth: StorageBandwidth = None,
+    restart_time: RestartTime = None,
+    price: Price = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Days and cost of a run of so many tokens, failures and checkpoints included."""
+    from shardwright.plan.operation import Given, run_goodput
+    from shardwright.report.goodput import goodput_report
+
+    given = Given(
+        tokens=_read("--tokens", parse_count, tokens),
+        step_time=_quantity("--step-time", step_time, TIME),
+        device_mtbf=None if mtbf_hours is None else mtbf_hours * HOUR,
+        failures=interruptions,
+        days=days,
+        devices=devices,
+        save_time=_quantity("--save-time", save_time, TIME),
+        storage_bandwidth=_quantity("--storage-bandwidth", storage_bandwidth, BANDWIDTH),
+        restart_time=_quantity("--restart-time", restart_time, TIME),
+        price_per_device_hour=price,
+    )
+    _print(run_goodput(load_plan(plan_path), given), as_json, goodput_report)
+
+
+def _read(option: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as fault:
+        raise JobError(f"{option}: {fault}") from None
+
+
+def _quantity(option: str, text: str | None, units: Mapping[str, float]) -> float | None:
+    return None if text is None else _read(option, lambda given: parse_quantity(given, units), text)
+
+
+@app.command()
 def check(
     plan_path: PlanArgument,
     tolerance: Annotated[
@@ -323,7 +399,7 @@ def check(
     """Execute one rank without memory or network; exit status 1 if the ledger says otherwise."""
     loaded = load_plan(plan_path)
     _need_torch("check")
-    check_runnable(loaded.model, loaded.job)
+    check_runnable(loaded.model, loaded.job, loaded.layout)
     from shardwright.check.compare import check_plan
 
     comparison = check_plan(loaded, tolerance)

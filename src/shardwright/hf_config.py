@@ -1,21 +1,26 @@
 """From a Hugging Face ``config.json`` to a ModelSpec, without transformers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from shardwright.description import nearest, read_text
 from shardwright.errors import ModelError
-from shardwright.model import ModelSpec, ModelType, preset
-
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-MAX_POSITIONS = {"llama": 2048, "mistral": 4096 * 32, "qwen2": 32768, "qwen3": 32768}
-"""What transformers takes where a configuration leaves the key out. Source: its configuration_*.py; llama has
-as many key-value heads as heads. A null num_key_value_heads means that in every family.
-"""
-
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+from shardwright.families import FAMILIES
+from shardwright.hf_families import READERS
+from shardwright.hf_reader import (
+    ACTIVATIONS,
+    LAYER_LISTS,
+    SIZES,
+    USUAL_KEYS,
+    WHOLE,
+    Config,
+    Fields,
+    Reader,
+    given,
+)
+from shardwright.model import BUILT_TYPES, ModelSpec, preset
 
 LLAMA3_ROPE = {
     "factor": "factor",
@@ -25,67 +30,103 @@ LLAMA3_ROPE = {
 }
 """Our names and theirs of the settings of rope_type llama3."""
 
+OTHER_ROPES: Mapping[str, str] = {
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+"""Their names of frequency scalings that are known by name only, and ours."""
+
+WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+"""Models for text and images, and the family of their ``text_config``, which is what is read."""
+
 
 def model_from(argument: str) -> ModelSpec:
     """The model named by a preset, a ``config.json``, or a folder holding one.
 
     Raises: ModelError: it is none of these, or the configuration has faults (all are listed).
     """
+    path = config_path(argument)
+    if path.suffix == ".toml" and path.is_file():
+        return ModelSpec.from_file(path)
+    if path.is_file():
+        return model_from_config(read_config(path), name=path.resolve().parent.name, source=str(path))
+    return preset(argument)
+
+
+def config_path(argument: str) -> Path:
+    """The file that an argument names, which need not exist; of a folder, its ``config.json``."""
     path = Path(argument)
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
             raise ModelError(f"folder {argument!r} holds no config.json: give a Hugging Face model's folder")
-    if path.suffix == ".toml" and path.is_file():
-        return ModelSpec.from_file(path)
-    if path.is_file():
-        return model_from_config(_read_json(path), name=path.resolve().parent.name, source=str(path))
-    return preset(argument)
+    return path
 
 
 def model_from_config(config: Mapping[str, Any], name: str, source: str = "config.json") -> ModelSpec:
-    """The ModelSpec of a parsed ``config.json``; keys that Hugging Face leaves out take its defaults."""
+    """The ModelSpec of a parsed ``config.json``; keys that Hugging Face leaves out take its defaults.
+
+    Of a model for text and images, the text part.
+    """
     if not isinstance(config, Mapping):
         raise ModelError(f"{source}: a model configuration is a JSON object, not {type(config).__name__}")
-    faults = _faults(config)
+    name = str(config.get("_name_or_path") or name)
+    config = text_part(config)
+    faults = list(_faults(config))
     if faults:
         raise ModelError(f"{source}: " + "; ".join(faults))
     model_type = config["model_type"]
-    heads = config["num_attention_heads"]
-    bias = bool(config.get("attention_bias", False))
-    kv_default = heads if "num_key_value_heads" in config else KV_HEADS.get(model_type, heads)
-    head_default = 128 if model_type == "qwen3" else config["hidden_size"] // heads
+    reader = READERS[model_type]
     values = {
-        "name": str(config.get("_name_or_path") or name),
+        "name": name,
         "model_type": model_type,
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
-        "ffn": config["intermediate_size"],
-        "heads": heads,
-        "kv_heads": _given(config, "num_key_value_heads", kv_default),
-        "head_size": _given(config, "head_dim", head_default),
-        "vocab": config["vocab_size"],
-        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "qkv_bias": True if model_type == "qwen2" else bias and model_type != "mistral",
-        "out_bias": bias and model_type in ("llama", "qwen3"),
-        "mlp_bias": bool(config.get("mlp_bias", False)) and model_type == "llama",
-        "qk_norm": model_type == "qwen3",
-        "norm_eps": _given(config, "rms_norm_eps", 1e-6),
-        "sliding_window": _sliding_window(config),
-        "max_positions": _given(config, "max_position_embeddings", MAX_POSITIONS[model_type]),
-        "initializer_range": _given(config, "initializer_range", 0.02),
         "source": source,
-        **_rope(config),
+        **FAMILIES[model_type].fixed,
+        **_usual(config, reader),
+        **_rope(config, reader),
+        **reader.more(config),
     }
     return ModelSpec.checked({key: value for key, value in values.items() if value is not None}, source)
 
 
-def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    value = config.get(key)
-    return default if value is None else value
+def text_part(config: Config) -> Config:
+    """The configuration of the language model inside one for text and images; another one as it is."""
+    inner = config.get("text_config")
+    family = WRAPPERS.get(str(config.get("model_type")))
+    if family is None or not isinstance(inner, Mapping):
+        return config
+    return {**inner, "model_type": family}
 
 
-def _read_json(path: Path) -> Any:
+def _usual(config: Config, reader: Reader) -> Fields:
+    """Fields that every family has, from the reader's keys and defaults."""
+    heads = config.get(reader.key("heads"), reader.default("heads"))
+    values = {
+        name: given(config, reader.key(name), reader.default(name))
+        for name in USUAL_KEYS
+        if name not in reader.own
+    }
+    activation = values["activation"]
+    tanh = config["model_type"] in ("gemma", "gemma2") and activation == "gelu"  # as transformers reads it
+    values["activation"] = "gelu_tanh" if tanh else ACTIVATIONS[activation]
+    values["tied_embeddings"] = bool(values["tied_embeddings"])
+    values["kv_heads"] = heads
+    if "kv_heads" not in reader.own:
+        absent = reader.default("kv_heads") if reader.key("kv_heads") not in config else None
+        values["kv_heads"] = given(config, reader.key("kv_heads"), absent or heads)
+    if reader.derived_head or ("head_size" not in reader.own and values["head_size"] is None):
+        values["head_size"] = config[reader.key("hidden")] // heads
+    return values
+
+
+def read_config(path: Path) -> Any:
+    """A file as JSON.
+
+    Raises: ModelError: it is not JSON, with line and column.
+    """
     try:
         return json.loads(read_text(path, ModelError))
     except json.JSONDecodeError as fault:
@@ -95,80 +136,113 @@ def _read_json(path: Path) -> Any:
         ) from None
 
 
-def _faults(config: Mapping[str, Any]) -> list[str]:
+def _faults(config: Config) -> Iterator[str]:
     """Everything wrong with a configuration's keys, one line each."""
-    faults = []
-    known = get_args(ModelType)
     model_type = config.get("model_type")
     if model_type is None:
-        faults.append(f"key 'model_type' is missing (known: {', '.join(known)})")
-    elif model_type not in known:
-        faults.append(f"model_type={model_type!r} is not supported{nearest(str(model_type), known)}")
-    missing = [key for key in REQUIRED if config.get(key) is None]
-    faults += [f"key {key!r} is missing" for key in missing]
-    faults += [
-        f"{key}={config[key]!r} must be a whole number of at least 1"
-        for key in REQUIRED
-        if key not in missing and _count(config, key) is None
-    ]
-    hidden, heads = (_count(config, key) for key in ("hidden_size", "num_attention_heads"))
-    derived = config.get("head_dim") is None and model_type != "qwen3"
-    if hidden and heads and derived and hidden % heads:
-        faults.append(
-            f"num_attention_heads={heads} does not divide hidden_size={hidden}: "
-            "give head_dim or another number of heads"
+        yield f"key 'model_type' is missing (known: {', '.join(READERS)})"
+    elif str(model_type) not in READERS:
+        yield f"model_type={model_type!r} is not supported{nearest(str(model_type), list(READERS))}"
+    reader = READERS.get(str(model_type), Reader())
+    required = reader.required()
+    missing = [key for key in required if config.get(key) is None]
+    yield from (f"key {key!r} is missing" for key in missing)
+    least = {**WHOLE, **{reader.key(name): 1 for name in SIZES}, **dict.fromkeys(required, 1)}
+    for key, lowest in least.items():
+        value = config.get(key)
+        if value is not None and not _is_whole(value, lowest):
+            yield f"{key}={value!r} must be a whole number of at least {lowest}"
+    hidden, heads = (config.get(reader.key(name), reader.default(name)) for name in ("hidden", "heads"))
+    stated = "head_size" in reader.own or given(config, "head_dim", reader.default("head_size")) is not None
+    divides = (reader.derived_head or not stated) and not reader.floors_head
+    if divides and _is_whole(hidden, 1) and _is_whole(heads, 1) and hidden % heads:
+        way_out = "another number of heads" if reader.derived_head else "head_dim or another number of heads"
+        yield (
+            f"{reader.key('heads')}={heads} does not divide {reader.key('hidden')}={hidden}: give {way_out}"
         )
-    faults += _rope_faults(config)
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        faults.append(f"hidden_act={activation!r} is not supported: this family is SwiGLU, use 'silu'")
-    return faults
+    yield from _list_faults(config, config.get(reader.key("layers")))
+    yield from _rope_faults(config)
+    yield from _activation_faults(config, reader)
+    if config.get("add_cross_attention"):
+        yield "add_cross_attention=true is not supported: this is a decoder alone"
 
 
-def _count(config: Mapping[str, Any], key: str) -> int | None:
-    """The value of a key if it is a whole number of at least 1."""
-    value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+def _is_whole(value: Any, lowest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
 
 
-def _sliding_window(config: Mapping[str, Any]) -> Any:
-    """Positions that a query sees, None if all; Qwen slides in layers from ``max_window_layers`` on only."""
-    model_type = config["model_type"]
-    if model_type == "mistral":
-        return config.get("sliding_window", 4096)
-    if model_type == "llama" or not config.get("use_sliding_window", False):
-        return None
-    full_layers = _count(config, "max_window_layers") if "max_window_layers" in config else 28
-    return None if (full_layers or 0) >= config["num_hidden_layers"] else config.get("sliding_window", 4096)
+def _list_faults(config: Config, layers: Any) -> Iterator[str]:
+    for key in LAYER_LISTS:
+        value = config.get(key)
+        if value is None:
+            continue
+        kind = str if key == "layer_types" else int
+        if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+            yield f"{key}={value!r} must be a list of {'strings' if kind is str else 'whole numbers'}"
+            continue
+        each = key == "layer_types" or (key == "no_rope_layers" and value)  # empty: the default rule
+        if each and _is_whole(layers, 1) and len(value) < layers:
+            yield f"{key} has {len(value)} entries for {layers} layers: give one for each"
 
 
-def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary settings, of the older form (rope_theta, rope_scaling) or the newer (rope_parameters)."""
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+def _activation_faults(config: Config, reader: Reader) -> Iterator[str]:
+    key = reader.key("activation")
+    activation = given(config, key, reader.default("activation"))
+    if str(activation) not in ACTIVATIONS:
+        yield f"{key}={activation!r} is not supported: use one of {', '.join(ACTIVATIONS)}"
+    elif config.get("model_type", "llama") in BUILT_TYPES and ACTIVATIONS[activation] != "silu":
+        yield f"{key}={activation!r} is not supported: this family is SwiGLU, use 'silu'"
 
 
-def _rope_kind(rope: Mapping[str, Any]) -> Any:
+# Rotary embeddings
+
+
+def _rope_settings(config: Config) -> Config:
+    """Rotary settings, of the older form (rope_theta, rope_scaling) or the newer (rope_parameters).
+
+    Where windowed layers have settings of their own, those of the others.
+    """
+    newer = config.get("rope_parameters") or {}
+    if isinstance(newer.get("full_attention"), Mapping):
+        newer = newer["full_attention"]
+    return {**(config.get("rope_scaling") or {}), **newer}
+
+
+def _rope_kind(rope: Config) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _rope_faults(config: Mapping[str, Any]) -> list[str]:
+def _rope_faults(config: Config) -> Iterator[str]:
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if value is not None and not isinstance(value, Mapping):
-            return [f"{key}={value!r} must be a JSON object or null"]
+            yield f"{key}={value!r} must be a JSON object or null"
+            return
     rope = _rope_settings(config)
     kind = _rope_kind(rope)
-    if kind == "default":
-        return []
-    if kind != "llama3":
-        return [f"rope_type={kind!r} is not supported: use 'default' or 'llama3'"]
-    missing = [key for key in LLAMA3_ROPE.values() if rope.get(key) is None]
-    return [f"rope_type='llama3' lacks {', '.join(missing)}: see its model card"] if missing else []
+    built = config.get("model_type", "llama") in BUILT_TYPES
+    known = ("default", "llama3") if built else ("default", "llama3", *OTHER_ROPES)
+    if kind not in known:
+        use = " or ".join(repr(name) for name in known) if built else f"one of {', '.join(known)}"
+        yield f"rope_type={kind!r} is not supported: use {use}"
+    if kind == "llama3":
+        missing = [key for key in LLAMA3_ROPE.values() if rope.get(key) is None]
+        if missing:
+            yield f"rope_type='llama3' lacks {', '.join(missing)}: see its model card"
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Config, reader: Reader) -> Fields:
+    """Base, share of a head that is rotated (rotary_pct in GPT-NeoX), and scaling."""
     rope = _rope_settings(config)
-    theta = _given(rope, "rope_theta", _given(config, "rope_theta", 10000.0))
-    if _rope_kind(rope) == "default":
-        return {"rope_theta": theta}
-    return {"rope_theta": theta, "rope_scaling": {ours: rope[theirs] for ours, theirs in LLAMA3_ROPE.items()}}
+    theta = given(config, "rope_theta", given(config, "rotary_emb_base", reader.default("rope_theta")))
+    share = given(
+        config, "partial_rotary_factor", given(config, "rotary_pct", reader.default("rotary_share"))
+    )
+    fields = {
+        "rope_theta": given(rope, "rope_theta", theta),
+        "rotary_share": given(rope, "partial_rotary_factor", share),
+    }
+    kind = _rope_kind(rope)
+    if kind == "llama3":
+        fields["rope_scaling"] = {ours: rope[theirs] for ours, theirs in LLAMA3_ROPE.items()}
+    return fields | {"other_rope": OTHER_ROPES.get(kind)}

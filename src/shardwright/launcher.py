@@ -53,7 +53,7 @@ def train_plan(
     """
     job = plan.job if steps is None else _shortened(plan.job, steps)
     plan = plan_of(plan.model, job, plan.cluster, plan.layout)
-    check_runnable(plan.model, plan.job)
+    check_runnable(plan.model, plan.job, plan.layout)
     torchrun = under_torchrun()
     if not torchrun:
         check_world(plan.layout.ranks, plan.layout.ranks if nproc is None else nproc, option="--nproc")

@@ -3,16 +3,17 @@
 ``faults`` lists what is wrong with one layout; ``plan/search.py`` masks rows of a table by the same codes.
 """
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
+from shardwright.axes import MESH_ORDER
 from shardwright.cluster import Cluster
 from shardwright.description import Description
 from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.job import Job
-from shardwright.model import ModelSpec
+from shardwright.model import BUILT_TYPES, ModelSpec
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_KINDS: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -22,19 +23,42 @@ KEPT_BY_SELECTIVE = ("q_proj", "k_proj", "v_proj", "attention", "o_proj", "gate_
 product and residual additions are computed again."""
 
 
+ScheduleName = Literal[
+    "none", "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV", "ZB-H1", "ZB-H2", "DualPipe",
+]  # fmt: skip
+"""Pipeline schedules by torch's class names and the papers'; none without a pipeline."""
+
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+ContextKind = Literal["none", "ring", "all_gather", "ulysses"]
+CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
+"""How attention sees the keys of other context ranks: passed round, gathered, or traded for heads."""
+
+
 class Layout(Description):
-    """Degrees of every axis, the ZeRO stage, the microbatch and what is recomputed.
+    """Degrees of every axis, the ZeRO stage, the pipeline's schedule, the microbatch and what is recomputed.
 
     ``zero_stage`` is a resharding schedule of one mechanism: 0 nothing is split; 1 parameters rest split and
     are gathered once a step, gradients are reduced once a step; 2 the same with gradients reduced every
-    microbatch; 3 parameters are gathered for each block, forward and backward.
+    microbatch; 3 parameters are gathered for each block, forward and backward. They are split over dp_shard
+    and cp together. In a pipeline a stage's parameters and gradients are whole through the step: stages 0 and
+    1 only.
     """
 
     error: ClassVar[type[ShardwrightError]] = LayoutError
     noun: ClassVar[str] = "layout"
 
+    pp: PositiveInt = 1
     dp_replicate: PositiveInt = 1
     dp_shard: PositiveInt = 1
+    cp: PositiveInt = 1
+    tp: PositiveInt = 1
+    sp: bool = Field(default=False, description="norms and residuals split by sequence over tp")
+    cp_kind: ContextKind = "none"
+    schedule: ScheduleName = "none"
+    chunks: PositiveInt = Field(default=1, description="stages of each pipeline rank")
+    stage_layers: tuple[PositiveInt, ...] = Field(default=(), description="layers of each stage, in order")
     zero_stage: int = Field(default=0, ge=0, le=3)
     micro_batch: PositiveInt = Field(default=1, description="sequences of a microbatch on one rank")
     microbatches: PositiveInt = Field(default=1, description="microbatches of a step on one rank")
@@ -43,12 +67,7 @@ class Layout(Description):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        faults = []
-        if (self.zero_stage == 0) != (self.dp_shard == 1):
-            faults.append(
-                f"zero_stage={self.zero_stage} does not go with dp_shard={self.dp_shard}: "
-                "stage 0 means dp_shard=1, stages 1 to 3 split over dp_shard of 2 and more"
-            )
+        faults = [*self._zero_faults(), *self._axis_faults()]
         expected = KEPT_BY_SELECTIVE if self.recompute == "selective" else ()
         if self.kept != expected:
             faults.append(
@@ -58,6 +77,43 @@ class Layout(Description):
             raise ValueError("; ".join(faults))
         return self
 
+    def _zero_faults(self) -> Iterator[str]:
+        if (self.zero_stage == 0) != (self.shard == 1):
+            split = f"dp_shard={self.dp_shard}" + (f" x cp={self.cp}" if self.cp > 1 else "")
+            yield (
+                f"zero_stage={self.zero_stage} does not go with {split}: stage 0 means dp_shard=1 and cp=1, "
+                "stages 1 to 3 split over two ranks and more"
+            )
+        if self.pp > 1 and self.zero_stage > 1:
+            yield (
+                f"zero_stage={self.zero_stage} does not go with pp={self.pp}: a pipeline holds a stage's "
+                "parameters and gradients whole through the step, use zero_stage 0 or 1"
+            )
+
+    def _axis_faults(self) -> Iterator[str]:
+        if (self.pp == 1) != (self.schedule == "none"):
+            known = ", ".join(SCHEDULE_NAMES[1:])
+            way = f"one of {known}" if self.pp > 1 else "'none'"
+            yield f"schedule={self.schedule!r} does not go with pp={self.pp}: use {way}"
+        stages = self.pp * self.chunks
+        if len(self.stage_layers) != (stages if stages > 1 else 0):
+            yield (
+                f"stage_layers={list(self.stage_layers)} does not go with pp={self.pp} x "
+                f"chunks={self.chunks}: give the layers of {stages if stages > 1 else 'no'} stages"
+            )
+        if self.pp == 1 and self.chunks > 1:
+            yield f"chunks={self.chunks} does not go with pp=1: a single rank is not interleaved, use 1"
+        if (self.cp == 1) != (self.cp_kind == "none"):
+            way = "'ring', 'all_gather' or 'ulysses'" if self.cp > 1 else "'none'"
+            yield f"cp_kind={self.cp_kind!r} does not go with cp={self.cp}: use {way}"
+        if self.sp and self.tp == 1:
+            yield "sp=true does not go with tp=1: sequence parallelism splits over tp"
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which parameters, gradients and optimizer state are split."""
+        return self.dp_shard * self.cp
+
     @property
     def dp(self) -> int:
         """Ranks that hold different sequences."""
@@ -66,13 +122,18 @@ class Layout(Description):
     @property
     def ranks(self) -> int:
         """Ranks of the mesh."""
-        return self.dp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def label(self) -> str:
-        """Short name for tables: ``dp_shard=8 zero=3 b=2 m=4 full``."""
-        axes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        parts = [f"{axis}={degree}" for axis, degree in axes.items() if degree > 1]
+        """Short name for tables: ``pp=4 dp_shard=8 tp=8 sp 1F1B zero=1 b=1 m=16``."""
+        parts = [f"{axis}={getattr(self, axis)}" for axis in MESH_ORDER if getattr(self, axis) > 1]
+        if self.sp:
+            parts.append("sp")
+        if self.cp > 1:
+            parts.append(self.cp_kind)
+        if self.pp > 1:
+            parts.append(self.schedule + (f" v={self.chunks}" if self.chunks > 1 else ""))
         parts += [f"zero={self.zero_stage}", f"b={self.micro_batch}", f"m={self.microbatches}"]
         if self.recompute != "none":
             parts.append(f"recompute={self.recompute}")
@@ -97,11 +158,11 @@ def faults(layout: Layout, job: Job, cluster: Cluster) -> list[Fault]:
     """Every rule that ``layout`` breaks against ``job`` and ``cluster``."""
     found = []
     if layout.ranks != cluster.ranks:
+        product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in MESH_ORDER)
         found.append(
             Fault(
                 "ranks",
-                f"layout has {layout.ranks} ranks (dp_replicate={layout.dp_replicate} x "
-                f"dp_shard={layout.dp_shard}), the cluster {cluster.ranks}: "
+                f"layout has {layout.ranks} ranks ({product}), the cluster {cluster.ranks}: "
                 f"make their product {cluster.ranks}",
             )
         )
@@ -124,6 +185,51 @@ def faults(layout: Layout, job: Job, cluster: Cluster) -> list[Fault]:
     return found
 
 
+def model_faults(layout: Layout, model: ModelSpec, job: Job) -> list[Fault]:
+    """Every rule that ``layout`` breaks against the shape of ``model`` and the sequence of ``job``."""
+    rules = {
+        "tp_heads": (
+            model.heads % layout.tp == 0,
+            f"tp={layout.tp} does not divide heads={model.heads} (model {model.name})",
+        ),
+        "tp_kv_heads": (
+            model.kv_heads % layout.tp == 0 or layout.tp % model.kv_heads == 0,
+            f"tp={layout.tp} neither divides kv_heads={model.kv_heads} nor is a multiple of it "
+            f"(model {model.name})",
+        ),
+        "tp_ffn": (
+            model.ffn % layout.tp == 0,
+            f"tp={layout.tp} does not divide ffn={model.ffn} (model {model.name})",
+        ),
+        "cp_sequence": (
+            layout.cp == 1 or job.seq % (2 * layout.cp) == 0,
+            f"cp={layout.cp} does not divide seq={job.seq} into two equal parts a rank, which balance "
+            "causal work",
+        ),
+        "sp_sequence": (
+            not layout.sp or job.seq % (layout.cp * layout.tp) == 0,
+            f"tp={layout.tp} with sp does not divide seq={job.seq} / cp={layout.cp}",
+        ),
+        "ulysses_heads": (
+            layout.cp_kind != "ulysses" or layout.cp in ulysses_degrees(model, layout.tp),
+            f"cp={layout.cp} does not trade heads={model.heads} and kv_heads={model.kv_heads} at "
+            f"tp={layout.tp}: use cp in {ulysses_degrees(model, layout.tp)}",
+        ),
+        "stage_layers": (
+            layout.pp == 1 or sum(layout.stage_layers) == model.layers,
+            f"stage_layers add up to {sum(layout.stage_layers)}, the model has layers={model.layers}",
+        ),
+    }
+    return [Fault(code, message) for code, (kept, message) in rules.items() if not kept]
+
+
+def ulysses_degrees(model: ModelSpec, tp: int = 1) -> list[int]:
+    """Context degrees that Ulysses can take: they share out a rank's key/value heads evenly, or all its query
+    heads one by one, the key/value heads repeated."""
+    heads, kv_heads = model.heads // tp, max(model.kv_heads // tp, 1)
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n == heads)]
+
+
 def _way_to_the_batch(layout: Layout, wanted: int) -> str:
     unit = layout.dp * layout.micro_batch
     if wanted % unit == 0:
@@ -140,23 +246,28 @@ def check_layout(layout: Layout, job: Job, cluster: Cluster) -> None:
         raise LayoutError("layout: " + "; ".join(fault.message for fault in found))
 
 
-def not_runnable_reasons(model: ModelSpec, job: Job) -> list[str]:
+def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str]:
     """Why the runtime refuses what the planner can still price; empty if it runs."""
-    reasons = []
-    if model.sliding_window is not None and job.seq > model.sliding_window:
-        reasons.append(
-            f"sliding_window={model.sliding_window} is shorter than seq={job.seq}: "
-            "windowed attention is only modelled"
-        )
-    if job.optimizer in ("adamw_8bit", "adafactor", "muon"):
-        reasons.append(f"optimizer={job.optimizer!r} is only modelled: train with adamw, sgd or sgd_momentum")
-    if job.accounting != "fsdp2":
-        reasons.append(f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'")
-    return reasons
+    rules = {
+        f"model_type={model.model_type!r} is only modelled: train one of {', '.join(BUILT_TYPES)}": (
+            model.model_type in BUILT_TYPES
+        ),
+        f"sliding_window={model.sliding_window} is shorter than seq={job.seq}: "
+        "windowed attention is only modelled": model.sliding_window is None
+        or job.seq <= model.sliding_window,
+        f"optimizer={job.optimizer!r} is only modelled: train with adamw, sgd or sgd_momentum": (
+            job.optimizer in ("adamw", "sgd", "sgd_momentum")
+        ),
+        f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'": job.accounting == "fsdp2",
+        f"pp={layout.pp}, cp={layout.cp}, tp={layout.tp} are only modelled: train with the data axes": (
+            layout.pp == layout.cp == layout.tp == 1
+        ),
+    }
+    return [reason for reason, runs in rules.items() if not runs]
 
 
-def check_runnable(model: ModelSpec, job: Job) -> None:
+def check_runnable(model: ModelSpec, job: Job, layout: Layout) -> None:
     """Raises: LayoutError: the runtime cannot execute this plan, with every reason."""
-    reasons: Sequence[str] = not_runnable_reasons(model, job)
+    reasons = not_runnable_reasons(model, job, layout)
     if reasons:
         raise LayoutError("plan is not runnable: " + "; ".join(reasons))

@@ -1,16 +1,29 @@
 """ModelSpec: the shape of a decoder, all that planning and building it needs."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shardwright.description import Description, nearest
 from shardwright.errors import ModelError, ShardwrightError
+from shardwright.families import FAMILIES, PLAIN
 
 PRESETS = Path(__file__).parent / "data" / "models"
 
-ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
+ModelType = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox",
+    "olmo2", "granite", "cohere", "cohere2", "starcoder2", "stablelm", "falcon", "opt", "mixtral",
+    "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4_text",
+]  # fmt: skip
+
+BUILT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that the runtime builds and whose memory and time the planner models; of the others it knows the
+parameters.
+"""
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 class Llama3Rope(Description):
@@ -25,8 +38,72 @@ class Llama3Rope(Description):
     original_positions: PositiveInt
 
 
+class Moe(Description):
+    """Routed experts, which stand in some layers where the others have one feed-forward network.
+
+    Layer i has experts if i >= ``first_dense_layers``, i + 1 is a multiple of ``layer_step``, and i is none
+    of ``dense_layers``. An expert's network is of the model's kind, gated or not.
+    """
+
+    experts: PositiveInt
+    top_k: PositiveInt = Field(description="experts of a token")
+    ffn: PositiveInt = Field(description="width of one routed expert")
+    shared_ffn: NonNegativeInt = Field(default=0, description="width of all shared experts together")
+    shared_gate: bool = Field(default=False, description="a learned gate on the shared experts' output")
+    router_bias: bool = Field(default=False, description="trained")
+    correction_bias: bool = Field(default=False, description="of the router, moved by the load: a buffer")
+    expert_bias: bool = False
+    groups: PositiveInt = Field(default=1, description="of experts, for node-limited routing")
+    top_groups: PositiveInt = Field(default=1, description="groups that a token's experts may be in")
+    first_dense_layers: NonNegativeInt = 0
+    layer_step: PositiveInt = 1
+    dense_layers: tuple[NonNegativeInt, ...] = ()
+
+    @model_validator(mode="after")
+    def _counts_agree(self) -> Self:
+        faults = []
+        if self.top_k > self.experts:
+            faults.append(f"top_k={self.top_k} is more than experts={self.experts}")
+        if self.experts % self.groups:
+            faults.append(f"groups={self.groups} does not divide experts={self.experts}")
+        if self.top_groups > self.groups:
+            faults.append(f"top_groups={self.top_groups} is more than groups={self.groups}")
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+    def covers(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        late = layer >= self.first_dense_layers and (layer + 1) % self.layer_step == 0
+        return late and layer not in self.dense_layers
+
+
+class Mla(Description):
+    """Multi-head latent attention: queries and keys with values go through narrow vectors.
+
+    A head's query and key have ``nope_size`` plain numbers and ``rope_size`` rotated ones; the rotated part
+    of the key is one for all heads.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    q_rank: NonNegativeInt = Field(description="0: queries are not narrowed")
+    kv_rank: PositiveInt
+    nope_size: PositiveInt
+    rope_size: PositiveInt
+    value_size: PositiveInt
+
+
 class ModelSpec(Description):
-    """Shape of a decoder of the Llama family: GQA, SwiGLU, RMSNorm, RoPE, embeddings tied or not."""
+    """Shape of a decoder. The defaults are those of the Llama family: GQA, SwiGLU, RMSNorm, RoPE.
+
+    ``norm_placement``: ``pre`` norms what a branch reads, ``post`` what it adds (OLMo-2), ``sandwich`` both
+    (Gemma 2), ``residual`` the sum (the original Transformer). In a ``parallel_block`` attention and
+    feed-forward read the same input, through one norm if ``shared_norm``. ``qk_norm_kind``: one weight vector
+    for all heads (``head``), one ``per_head``, one norm of the whole ``projection``, or no weights
+    (``weightless``). With ``mla`` a head is ``head_size`` = nope_size + rope_size wide, with its own key and
+    value.
+    """
 
     error: ClassVar[type[ShardwrightError]] = ModelError
     noun: ClassVar[str] = "model"
@@ -35,37 +112,101 @@ class ModelSpec(Description):
     model_type: ModelType
     layers: PositiveInt
     hidden: PositiveInt
-    ffn: PositiveInt
+    ffn: PositiveInt = Field(description="width of the feed-forward network in layers without experts")
     heads: PositiveInt
     kv_heads: PositiveInt
     head_size: PositiveInt
     vocab: PositiveInt
     tied_embeddings: bool = False
+    embedding_projection: NonNegativeInt = Field(
+        default=0, description="width of embedding and head if a matrix leads to hidden; 0: there is none"
+    )
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_kind: Literal["head", "per_head", "projection", "weightless"] = "head"
+    attention_sinks: bool = Field(default=False, description="one trained score a head that no key has")
+    attention_softcap: PositiveFloat | None = None
+    logit_softcap: PositiveFloat | None = None
+    activation: Activation = "silu"
+    gated_mlp: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    norm_weight: bool = True
+    norm_bias: bool = False
+    norm_placement: Literal["pre", "post", "sandwich", "residual"] = "pre"
     norm_eps: PositiveFloat = 1e-6
+    final_norm: bool = True
+    parallel_block: bool = False
+    shared_norm: bool = False
+    positions: Literal["rope", "learned", "alibi"] = "rope"
+    position_offset: NonNegativeInt = Field(default=0, description="unused rows before learned position 0")
     rope_theta: PositiveFloat = 10000.0
+    local_rope_theta: PositiveFloat | None = Field(default=None, description="of windowed layers, if another")
+    rotary_share: float = Field(default=1.0, ge=0, le=1, description="of a head that is rotated")
     rope_scaling: Llama3Rope | None = None
+    other_rope: Literal["linear", "dynamic", "yarn", "longrope"] | None = Field(
+        default=None, description="a frequency scaling known by name only"
+    )
+    no_rope_layers: tuple[NonNegativeInt, ...] = ()
     sliding_window: PositiveInt | None = None
+    window_kind: Literal["sliding", "chunked"] = "sliding"
+    full_attention_layers: tuple[NonNegativeInt, ...] = Field(default=(), description="without the window")
     max_positions: PositiveInt = 2048
     initializer_range: PositiveFloat = 0.02
+    moe: Moe | None = None
+    mla: Mla | None = None
+    mtp_layers: NonNegativeInt = Field(default=0, description="multi-token prediction, counted apart")
     source: str = Field(default="", description="where the numbers are printed")
 
     @model_validator(mode="after")
-    def _heads_agree(self) -> Self:
-        faults = []
-        if self.heads % self.kv_heads:
-            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            faults.append(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}: use kv_heads in {divisors}"
-            )
-        if self.head_size % 2:
-            faults.append(f"head_size={self.head_size} is odd: rotary embeddings turn pairs, use an even one")
+    def _agrees_with_itself(self) -> Self:
+        faults = [*self._head_faults(), *self._family_faults(), *self._layer_faults()]
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    def _head_faults(self) -> Iterator[str]:
+        if self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            yield f"kv_heads={self.kv_heads} does not divide heads={self.heads}: use kv_heads in {divisors}"
+        name, rotated = ("rope_size", self.mla.rope_size) if self.mla else ("head_size", self.head_size)
+        if self.positions == "rope" and self.rotary_share == 1 and rotated % 2:
+            yield f"{name}={rotated} is odd: rotary embeddings turn pairs, use an even one"
+        if self.mla is None:
+            return
+        size = self.mla.nope_size + self.mla.rope_size
+        if self.head_size != size:
+            yield f"head_size={self.head_size} is not nope_size + rope_size of mla: use {size}"
+        if self.kv_heads != self.heads:
+            yield f"kv_heads={self.kv_heads} does not go with mla: use that of heads, {self.heads}"
+
+    def _family_faults(self) -> Iterator[str]:
+        """Fields that do not go with ``model_type``; its tensors could not be named."""
+        family = FAMILIES[self.model_type]
+        expected: dict[str, Any] = {**PLAIN, **family.fixed}
+        for name, value in expected.items():
+            found = getattr(self, name)
+            if name not in family.free and found != value:
+                yield f"{name}={found!r} does not go with model_type={self.model_type!r}: use {value!r}"
+        for name, needed in (("moe", family.moe), ("mla", family.mla)):
+            if (getattr(self, name) is not None) != needed:
+                has = "needs the group" if needed else "has no group"
+                yield f"model_type={self.model_type!r} {has} {name!r}"
+        if self.shared_norm and not self.parallel_block:
+            yield "shared_norm=True does not go with parallel_block=False: each branch has its norm"
+        if self.norm_bias and not (self.norm == "layer" and self.norm_weight):
+            yield "norm_bias=True does not go with a norm that is no LayerNorm with weights"
+
+    def _layer_faults(self) -> Iterator[str]:
+        lists = {"no_rope_layers": self.no_rope_layers, "full_attention_layers": self.full_attention_layers}
+        if self.moe:
+            lists["moe.dense_layers"] = self.moe.dense_layers
+            if not any(self.moe.covers(layer) for layer in range(self.layers)):
+                yield f"moe covers none of the {self.layers} layers: lower first_dense_layers or layer_step"
+        for name, layers in lists.items():
+            if any(layer >= self.layers for layer in layers):
+                yield f"{name}={list(layers)} names layers beyond the last, {self.layers - 1}"
 
 
 def preset_names() -> list[str]:

@@ -10,7 +10,7 @@ from shardwright.cluster import Cluster
 from shardwright.description import Bytes, Description, Seconds, parse_toml, read_text
 from shardwright.errors import PlanFileError, ShardwrightError
 from shardwright.job import Job
-from shardwright.layout import Layout, faults
+from shardwright.layout import Layout, faults, model_faults
 from shardwright.model import ModelSpec
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -77,7 +77,7 @@ class Plan(Description):
 
     @model_validator(mode="after")
     def _layout_fits_job_and_cluster(self) -> Self:
-        found = faults(self.layout, self.job, self.cluster)
+        found = faults(self.layout, self.job, self.cluster) + model_faults(self.layout, self.model, self.job)
         if found:
             raise ValueError("; ".join(fault.message for fault in found))
         return self

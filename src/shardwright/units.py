@@ -7,9 +7,12 @@
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+
+HOUR, DAY = 3600, 86400
 
 BYTES: Mapping[str, float] = {
     "B": 1, "kB": KB, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB,
@@ -17,9 +20,15 @@ BYTES: Mapping[str, float] = {
 BANDWIDTH: Mapping[str, float] = {
     "B/s": 1, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12, "GiB/s": float(GiB), "Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8,
 }  # fmt: skip
-TIME: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60, "h": 3600}
+TIME: Mapping[str, float] = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60, "h": HOUR}
 RATE: Mapping[str, float] = {"FLOP/s": 1, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 
+COUNT: Mapping[str, int] = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+LARGEST_COUNT = 2**63 - 1
+"""Of an int64 column."""
+
+_COUNT_AND_SUFFIX = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,3})?)\s*([kKMBT]?)\s*")
 _NUMBER_AND_UNIT = re.compile(r"\s*([-+0-9.eE_]+)\s*([A-Za-z/]+)\s*")
 
 
@@ -44,6 +53,19 @@ def parse_quantity(text: str | int | float, units: Mapping[str, float]) -> float
     if not _is_finite(result):
         raise fault
     return result
+
+
+def parse_count(text: str) -> int:
+    """Read a count as people write it: "15T", "300 B", "1.5M", "2e12", "1,000".
+
+    Raises: ValueError: no whole number, negative, or above ``LARGEST_COUNT``; the message lists the suffixes.
+    """
+    match = _COUNT_AND_SUFFIX.fullmatch(text)
+    if match is not None:
+        number = Decimal(re.sub("[_,]", "", match[1])) * COUNT[match[2]]
+        if number <= LARGEST_COUNT and number == number.to_integral_value():
+            return int(number)
+    raise ValueError(f"{text!r} is not a whole number up to {LARGEST_COUNT:.1e}, alone or with k, M, B or T")
 
 
 def _is_finite(value: float) -> bool:
@@ -96,6 +118,21 @@ def format_time(value: float) -> str:
     if value >= 10:
         return f"{value:,.1f} s"
     return f"{value * 1e3:,.1f} ms" if value >= 1e-4 else f"{value * 1e6:,.1f} us"
+
+
+def format_span(value: float) -> str:
+    """A long time for people: ms, s, min, h or days, whichever is read most easily."""
+    if value >= 1e6 * DAY:
+        return f"{value / DAY:.1e} days"
+    for unit, scale, smallest in (
+        ("days", DAY, 2 * DAY),
+        ("h", HOUR, 2 * HOUR),
+        ("min", 60, 120),
+        ("s", 1, 1),
+    ):
+        if value >= smallest:
+            return f"{value / scale:,.1f} {unit}"
+    return format_time(value)
 
 
 def format_duration(seconds: float) -> str:

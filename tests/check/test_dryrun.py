@@ -129,7 +129,7 @@ def apart(found, expected, tolerance):
 
 def differences(plan, executed):
     """Terms in which ledger and execution do not agree."""
-    table = table_of([plan.layout])
+    table = table_of([plan.layout], plan.spec.layers)
     ledger = memory.memory_ledger(plan.spec, plan.job, CPU, table)
     found = [name for name, held in executed.at_rest.items() if getattr(ledger, name)[0] != held]
     flows = traffic.merged(traffic.traffic(plan.spec, plan.job, table))
@@ -248,7 +248,7 @@ BROKEN_LEDGERS = {
         Plan(replicate=2, shard=2, m=1), traffic, "WIDE_BYTES", dict.fromkeys(NARROW, 0),
         {REDUCE, "dp_replicate all_reduce"},
     ),
-    "scalars not summed": (Plan(m=1), traffic, "_scalars", lambda _: [], {"dp_shard all_reduce"}),
+    "scalars not summed": (Plan(m=1), traffic, "scalar_flows", lambda _: [], {"dp_shard all_reduce"}),
     "gradients reduced in bf16": (Plan(m=1), traffic, "WIDE_BYTES", NARROW, {REDUCE}),
     "one moment": (
         Plan(m=1), memory, "optimizer_elements", lambda *args: args[1].numel, {"optimizer", "peak"},

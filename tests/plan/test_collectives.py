@@ -23,7 +23,7 @@ def place(degree, stride=1) -> Placement:
 
 
 def seconds(payload, launches, rounds, placement, where) -> float:
-    return float(ring_time(payload, launches, rounds, placement, where)[0])
+    return float(ring_time(payload, launches, rounds, placement.route(where))[0])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,6 @@ def test_monotone_in_size_launches_bandwidth_and_latency(
 def test_columns_broadcast_and_equal_rows_alone():
     where = cluster(64, 8)
     degree, stride = np.array([1, 8, 64, 8]), np.array([1, 1, 1, 8])
-    column = ring_time(1e9, np.array([1, 2, 3, 4]), 2, Placement(degree, stride), where)
+    column = ring_time(1e9, np.array([1, 2, 3, 4]), 2, Placement(degree, stride).route(where))
     rows = [seconds(1e9, n + 1, 2, place(degree[n], stride[n]), where) for n in range(4)]
     assert column.tolist() == rows

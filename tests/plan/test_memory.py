@@ -43,7 +43,7 @@ def job_of(seq=128, **others):
 
 
 def ledger_of(model, job, *layouts):
-    return memory_ledger(model, job, H100, table_of(layouts))
+    return memory_ledger(model, job, H100, table_of(layouts, model.layers))
 
 
 def columns(ledger):
@@ -106,7 +106,8 @@ def test_a_layout_alone_is_its_row_of_a_table(model, job, rows):
 @given(models, jobs, layouts)
 def test_the_peak_holds_the_state_and_is_a_moment_of_the_timeline(model, job, layout):
     ledger = ledger_of(model, job, layout)
-    held = {name: held.total for name, valid, held in timeline(model, job, table_of([layout])) if valid[0]}
+    moments = timeline(model, job, table_of([layout], model.layers), ledger.stage)
+    held = {name: held.total for name, valid, held in moments if valid[0]}
     assert held[ledger.moments[ledger.moment[0]]] == ledger.at_peak.total == max(held.values())
     assert min(column.min() for column in columns(ledger).values()) >= 0
 

@@ -102,7 +102,7 @@ def test_every_row_is_feasible_or_has_one_reason(ranks, batch, memory, shard, re
         assert shard in (None, layout.dp_shard)
         assert recompute in (None, RECOMPUTE_KINDS.index(layout.recompute))
     assert (np.diff(found.step.time[found.best]) >= 0).all()
-    assert (found.ledger.device[found.best] <= memory).all()
+    assert (found.device[found.best] <= memory).all()
 
 
 @given(number=st.integers(1, 5000))
@@ -181,7 +181,7 @@ def reason_of_model(model, job, cluster):
 def test_the_nearest_miss_is_the_smallest():
     model, job, cluster = preset("llama-2-70b"), Job(seq=4096, global_batch=8), cluster_of("h100-sxm", 8)
     found = search(model, job, cluster)
-    smallest = found.evaluated.layout(int(np.argmin(found.ledger.device)))
+    smallest = found.evaluated.layout(int(np.argmin(found.device)))
     assert f"nearest [{smallest.label}]" in found.notes["out_of_memory"]
 
 

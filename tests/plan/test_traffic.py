@@ -44,7 +44,7 @@ def layout_of(shard=1, stage=None, replicate=1, microbatches=1, recompute="none"
 
 def flows_of(model, *layouts, precision="bf16"):
     """Flows of a step by axis and collective."""
-    flows = merged(traffic(model, Job(seq=16, global_batch=1, precision=precision), table_of(layouts)))
+    flows = merged(traffic(model, Job(seq=16, global_batch=1, precision=precision), table_of(layouts, model.layers)))
     return {(flow.axis, flow.collective): flow for flow in flows}
 
 

@@ -68,7 +68,7 @@ def check_plan(plan: Plan, memory_tolerance: float = MEMORY_TOLERANCE) -> Compar
 
 def compare(plan: Plan, execution: Execution, memory_tolerance: float = MEMORY_TOLERANCE) -> Comparison:
     """Compare the ledger of ``plan`` with an executed step."""
-    table = table_of([plan.layout])
+    table = table_of([plan.layout], plan.model.layers)
     ledger = memory_ledger(plan.model, plan.job, plan.cluster.device, table)
     moment, peak = _peak_terms(plan, ledger, table, execution, memory_tolerance)
     rest = {
@@ -120,7 +120,7 @@ def _peak_terms(
     state = {"parameters": float(ledger.parameters[0]), "optimizer": float(ledger.optimizer[0])}
     highest = float(ledger.allocated[0])
     candidates = []
-    for name, valid, held in timeline(plan.model, plan.job, table):
+    for name, valid, held in timeline(plan.model, plan.job, table, ledger.stage):
         terms = state | {kind: float(values[0]) for kind, values in held._asdict().items()}
         if valid[0] and sum(terms.values()) >= (1 - tolerance) * highest:
             distance = sum(abs(terms[kind] - execution.at_peak[kind]) for kind in terms)

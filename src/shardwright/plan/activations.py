@@ -7,12 +7,13 @@ runtime's block is a change here. Formulas of other runtimes stand at the end.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwright.layout import Recompute
+from shardwright.layout import ContextKind, Recompute
 from shardwright.model import ModelSpec
 from shardwright.plan.table import Floats
 
@@ -63,72 +64,101 @@ class _Tape:
             del self.live[name]
 
 
-class _Sizes(NamedTuple):
-    """Bytes for each token of the widths a block has, and bytes of its weights' gradients."""
+class Split(NamedTuple):
+    """How a block's tensors are split: what of the layout its activations depend on."""
 
-    h: float
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    cp_kind: ContextKind = "none"
+
+
+WHOLE = Split()
+
+
+class _Sizes(NamedTuple):
+    """Bytes of the widths a block has, on one rank for each of its tokens; and of its weights' gradients.
+
+    ``residual``: the residual stream; ``normed``: what a column-parallel matrix reads, gathered over tp and
+    kept so; ``passed``: keys, values and their gradients of other context ranks in backward; ``traded``: the
+    attention output after Ulysses has given the heads back.
+    """
+
+    residual: float
+    normed: float
     query: float
     key: float
     ffn: float
-    wide: float
+    rstd: float
     heads: float  # one statistic a query head
     kv_heads: float
+    passed: float
+    traded: float
     weights: Mapping[str, float]
 
 
-def _sizes(model: ModelSpec, precision: str) -> _Sizes:
+def _sizes(model: ModelSpec, precision: str, split: Split) -> _Sizes:
     e, w = ELEMENT_BYTES[precision], WIDE_BYTES[precision]
-    query, key = model.heads * model.head_size, model.kv_heads * model.head_size
+    heads, kv_heads = model.heads / split.tp, max(model.kv_heads / split.tp, 1)
+    query, key, ffn = heads * model.head_size, kv_heads * model.head_size, model.ffn / split.tp
+    by_sequence = split.tp if split.sp else 1
     weights = {
         "q": query * (model.hidden + model.qkv_bias),
         "k": key * (model.hidden + model.qkv_bias),
         "v": key * (model.hidden + model.qkv_bias),
         "o": model.hidden * (query + model.out_bias),
-        "gate": model.ffn * (model.hidden + model.mlp_bias),
-        "up": model.ffn * (model.hidden + model.mlp_bias),
-        "down": model.hidden * (model.ffn + model.mlp_bias),
+        "gate": ffn * (model.hidden + model.mlp_bias),
+        "up": ffn * (model.hidden + model.mlp_bias),
+        "down": model.hidden * (ffn + model.mlp_bias),
         "norm": model.hidden,
         "qk_norm": model.head_size,
     }
+    passed = {"none": 0.0, "ring": 2 * e + 2 * w, "all_gather": split.cp * (2 * e + 2 * e), "ulysses": 0.0}
     return _Sizes(
-        h=e * model.hidden, query=e * query, key=e * key, ffn=e * model.ffn, wide=w,
-        heads=w * model.heads, kv_heads=w * model.kv_heads,
+        residual=e * model.hidden / by_sequence, normed=e * model.hidden, query=e * query, key=e * key,
+        ffn=e * ffn, rstd=w / by_sequence, heads=w * heads, kv_heads=w * kv_heads, passed=passed[split.cp_kind] * key,
+        traded=e * query if split.cp_kind == "ulysses" else 0.0,
         weights={name: e * numel for name, numel in weights.items()},
     )  # fmt: skip
 
 
-def block_activations(model: ModelSpec, precision: str, recompute: Recompute) -> BlockActivations:
-    """Saved tensors and moments of one block as the runtime executes it.
+@cache
+def block_activations(
+    model: ModelSpec, precision: str, recompute: Recompute, split: Split = WHOLE
+) -> BlockActivations:
+    """Saved tensors and moments of one block as the runtime executes it, for each token of a rank.
 
-    The residual stream's input counts as saved by the block that reads it.
+    The residual stream's input counts as saved by the block that reads it. Under tp, what the projections
+    read is kept whole: torch's DTensor gathers outside the product and the product saves what it was given.
     """
-    sizes = _sizes(model, precision)
-    tape = _Tape(live={"input": sizes.h})
+    sizes = _sizes(model, precision, split)
+    tape = _Tape(live={"input": sizes.residual})
     _forward(tape, sizes, model.qk_norm)
     tape.free("output")
-    saved = dict(tape.live)
+    saved = {name: size for name, size in tape.live.items() if size}
     if recompute != "none":
         kept = {"input"}
         if recompute == "selective":
             kept |= {"q_raw", "k_raw", "v", "attention", "lse", "o", "gate", "up"}
-        sizes_of = saved | {"q_raw": sizes.query, "k_raw": sizes.key, "o": sizes.h}
+        sizes_of = saved | {"q_raw": sizes.query, "k_raw": sizes.key, "o": sizes.residual}
         saved = {name: sizes_of[name] for name in sizes_of if name in kept}
-    backward = _Tape(live=dict(saved) | {"grad": sizes.h})
+    backward = _Tape(live=dict(saved) | {"grad": sizes.residual})
     if recompute != "none":
         _recompute(backward, sizes, model.qk_norm)
+    backward.live.setdefault("traded", 0.0)
     _backward(backward, sizes, model.qk_norm)
     return BlockActivations(saved, _worst(backward.moments))
 
 
 def _forward(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
-    tape.make("input norm", norm1=z.h, rstd1=z.wide)
+    tape.make("input norm", norm1=z.normed, rstd1=z.rstd)
     tape.make("query, key, value", q_raw=z.query, k_raw=z.key, v=z.key)
     _rotate(tape, z, qk_norm)
-    tape.make("attention", attention=z.query, lse=z.heads)
-    tape.make("attention output", o=z.h)
+    tape.make("attention", attention=z.query, lse=z.heads, traded=z.traded)
+    tape.make("attention output", o=z.residual)
     _feed_forward(tape, z)
-    tape.make("down", down=z.h)
-    tape.make("residual", output=z.h)
+    tape.make("down", down=z.residual)
+    tape.make("residual", output=z.residual)
     tape.free("down")
 
 
@@ -141,20 +171,20 @@ def _rotate(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
 
 
 def _feed_forward(tape: _Tape, z: _Sizes) -> None:
-    tape.make("residual", middle=z.h)
+    tape.make("residual", middle=z.residual)
     tape.free("o")
-    tape.make("second norm", norm2=z.h, rstd2=z.wide)
+    tape.make("second norm", norm2=z.normed, rstd2=z.rstd)
     tape.make("gate and up", gate=z.ffn, up=z.ffn)
     tape.make("SwiGLU", product=z.ffn)
 
 
 def _recompute(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
     """The forward pass again, up to the last saved tensor; kept outputs are taken, not made."""
-    tape.make("recompute", norm1=z.h, rstd1=z.wide)
+    tape.make("recompute", norm1=z.normed, rstd1=z.rstd)
     tape.make("recompute", q_raw=z.query, k_raw=z.key, v=z.key)
     _rotate(tape, z, qk_norm)
-    tape.make("recompute", attention=z.query, lse=z.heads)
-    tape.make("recompute", o=z.h)
+    tape.make("recompute", attention=z.query, lse=z.heads, traded=z.traded)
+    tape.make("recompute", o=z.residual)
     _feed_forward(tape, z)
 
 
@@ -164,16 +194,16 @@ def _backward(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
     tape.free("product")
     tape.make("SwiGLU backward", d_gate=z.ffn, d_up=z.ffn)
     tape.free("gate", "up", "d_product")
-    tape.make("up backward", weights["up"], d_norm2=z.h)
+    tape.make("up backward", weights["up"], d_norm2=z.normed)
     tape.free("d_up")
-    tape.make("gate backward", weights["gate"], d_norm2_too=z.h)
+    tape.make("gate backward", weights["gate"], d_norm2_too=z.normed)
     tape.free("d_gate", "norm2", "d_norm2_too")
-    tape.make("second norm backward", weights["norm"], d_middle=z.h)
+    tape.make("second norm backward", weights["norm"], d_middle=z.residual)
     tape.free("d_norm2", "middle", "rstd2")
     tape.free("d_middle")  # added into the residual's gradient
     tape.make("attention output backward", weights["o"], d_attention=z.query)
-    tape.make("attention backward", d_q=z.query, d_k=z.key, d_v=z.key)
-    tape.free("q", "k", "v", "attention", "lse", "d_attention")
+    tape.make("attention backward", d_q=z.query, d_k=z.key, d_v=z.key, passed=z.passed)
+    tape.free("passed", "q", "k", "v", "attention", "traded", "lse", "d_attention")
     tape.make("rotary backward", d_k_raw=z.key)
     tape.free("d_k")
     tape.make("rotary backward", d_q_raw=z.query)
@@ -183,13 +213,13 @@ def _backward(tape: _Tape, z: _Sizes, qk_norm: bool) -> None:
         tape.free("d_k_norm", "k_raw", "k_rstd")
         tape.make("query norm backward", weights["qk_norm"], d_q_norm=z.query)
         tape.free("d_q_norm", "q_raw", "q_rstd")
-    tape.make("value backward", weights["v"], d_norm1=z.h)
+    tape.make("value backward", weights["v"], d_norm1=z.normed)
     tape.free("d_v")
-    tape.make("key backward", weights["k"], d_norm1_too=z.h)
+    tape.make("key backward", weights["k"], d_norm1_too=z.normed)
     tape.free("d_norm1_too", "d_k_raw")
-    tape.make("query backward", weights["q"], d_norm1_too=z.h)
+    tape.make("query backward", weights["q"], d_norm1_too=z.normed)
     tape.free("d_norm1_too", "d_q_raw", "norm1")
-    tape.make("input norm backward", weights["norm"], d_input=z.h)
+    tape.make("input norm backward", weights["norm"], d_input=z.residual)
 
 
 def _worst(moments: list[Moment]) -> tuple[Moment, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwright.cluster import Cluster
-from shardwright.plan.table import Floats, Ints
+from shardwright.plan.table import Floats, Ints, distinct
 
 
 class Placement(NamedTuple):
@@ -21,13 +21,29 @@ class Placement(NamedTuple):
 
         Groups of an axis may lie differently (3 ranks on nodes of 8); a step is as slow as the worst.
         """
-        pairs = np.broadcast_arrays(np.atleast_1d(self.degree), np.atleast_1d(self.stride))
-        found = [
-            _spread(int(degree), int(stride), cluster.ranks, cluster.gpus_per_node)
-            for degree, stride in zip(*pairs, strict=True)
-        ]
-        fewest, nodes = np.array(found, dtype=np.int64).reshape(-1, 2).T
+        degree, stride = np.broadcast_arrays(np.atleast_1d(self.degree), np.atleast_1d(self.stride))
+        pairs, row = distinct(degree, stride)
+        found = [_spread(*pair, cluster.ranks, cluster.gpus_per_node) for pair in pairs]
+        fewest, nodes = np.array(found, dtype=np.int64).reshape(-1, 2)[row].T
         return fewest, nodes
+
+    def route(self, cluster: Cluster) -> "Route":
+        """What a ring over these groups has to itself on ``cluster``.
+
+        A group over several nodes is served by as many network links as it has ranks in a node (the node with
+        the fewest), and its hops between nodes cost the network's latency.
+        """
+        n = np.asarray(self.degree, dtype=np.float64)
+        per_node, nodes = self.spread(cluster)
+        intra, inter = cluster.intra_link, cluster.inter_link
+        inside = np.where(per_node > 1, intra.bandwidth, np.inf)
+        bandwidth = np.where(nodes > 1, np.minimum(inside, per_node * inter.bandwidth), intra.bandwidth)
+        hops = np.where(nodes > 1, nodes - 1, 0)
+        latency = hops * inter.latency + (n - 1 - hops) * intra.latency
+        crosses = nodes > 1
+        hop = np.where(crosses, inter.latency, intra.latency)
+        per_byte = np.where(crosses, 1 / inter.bandwidth, 1 / intra.bandwidth)
+        return Route(latency, (n - 1) / n / bandwidth, hop, per_byte)
 
     def link(self, cluster: Cluster) -> list[str]:
         """The slowest link the groups cross, for people: one word a row."""
@@ -46,23 +62,23 @@ def _spread(degree: int, stride: int, ranks: int, gpus_per_node: int) -> tuple[i
     return int(members.min()), int(nodes.max())
 
 
-def ring_time(
-    payload_bytes: ArrayLike, launches: ArrayLike, rounds: int, placement: Placement, cluster: Cluster
-) -> Floats:
+class Route(NamedTuple):
+    """A round of a ring: its latency [s], and its time for each byte of payload [s/B]; and one hop from rank
+    to rank, on the slowest link between neighbours, likewise."""
+
+    latency: Floats
+    time_per_byte: Floats
+    hop: Floats
+    hop_per_byte: Floats
+
+
+def ring_time(payload_bytes: ArrayLike, launches: ArrayLike, rounds: int, route: Route) -> Floats:
     """Time of ``launches`` equal collectives of ``payload_bytes`` in all [s].
 
     A ring of n ranks takes n-1 hops a round and moves payload (n-1)/n; an all-gather or reduce-scatter is one
-    round, an all-reduce two. A group over several nodes is served by as many network links as it has ranks in
-    a node (the node with the fewest), and its hops between nodes cost the network's latency.
+    round, an all-reduce two.
 
     Source: NVIDIA/nccl-tests doc/PERFORMANCE.md; shared FORMULAE 4.2.
     """
-    n = np.asarray(placement.degree, dtype=np.float64)
-    per_node, nodes = placement.spread(cluster)
-    intra, inter = cluster.intra_link, cluster.inter_link
-    inside = np.where(per_node > 1, intra.bandwidth, np.inf)
-    bandwidth = np.where(nodes > 1, np.minimum(inside, per_node * inter.bandwidth), intra.bandwidth)
-    hops = np.where(nodes > 1, nodes - 1, 0)
-    latency = hops * inter.latency + (n - 1 - hops) * intra.latency
-    moved = np.asarray(payload_bytes, dtype=np.float64) * (n - 1) / n
-    return np.asarray(rounds * (np.asarray(launches) * latency + moved / bandwidth))
+    moved = np.asarray(payload_bytes, dtype=np.float64) * route.time_per_byte
+    return np.asarray(rounds * (np.asarray(launches) * route.latency + moved))

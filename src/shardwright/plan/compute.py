@@ -6,11 +6,15 @@ other, each at the device's measured share of its peak.
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from shardwright.cluster import Device
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.params import BLOCK, EMBEDDING, parameter_table
+from shardwright.plan.table import Floats
 
 BACKWARD_ATTENTION = 2.5
 """Flash attention's backward pass over its forward pass: five matrix products against two."""
@@ -34,51 +38,59 @@ def model_flops_per_token(model: ModelSpec, seq: int, *, causal: bool = False) -
 
 
 class BlockTimes(NamedTuple):
-    """Seconds for each token of a microbatch, in one block or the head."""
+    """Seconds for each token of a rank, in one block. All broadcast over tp."""
 
-    forward: float
-    backward: float
-    light: float  # of forward: norms, rotary embedding, SwiGLU product, residuals
-    recompute_full: float
-    recompute_selective: float
+    forward: Floats
+    backward: Floats
+    attention: Floats  # of forward: what a ring of keys and values can hide under
+    weight_gradients: Floats  # of backward: what a zero-bubble schedule can put off
+    recompute_full: Floats
+    recompute_selective: Floats
 
 
-def block_times(model: ModelSpec, job: Job, device: Device) -> BlockTimes:
-    """Times of one block [s for each token].
+def block_times(
+    model: ModelSpec, job: Job, device: Device, tp: ArrayLike = 1, by_sequence: ArrayLike = 1
+) -> BlockTimes:
+    """Times of one block [s for each token of a rank].
 
     Memory-bound traffic in elements per token: norms 2h forward and 3h backward each, residuals 3h each,
-    rotary embedding 2(a+kv)d, SwiGLU 3f forward and 5f backward.
+    rotary embedding 2(a+kv)d, SwiGLU 3f forward and 5f backward. ``by_sequence``: ranks that share the tokens
+    of norms and residuals (tp with sp, else 1). With context ranks a token still meets half the sequence.
 
     Source: shared FORMULAE 5.1, 5.4 and 5.5.
     """
+    tp, by_sequence = np.asarray(tp, dtype=np.float64), np.asarray(by_sequence, dtype=np.float64)
     unit = parameter_table(model).unit(BLOCK)
     matrices = sum(tensor.numel for tensor in unit.tensors if len(tensor.shape) == 2)
     down = model.hidden * model.ffn
     peak = device.peak(job.precision)
-    product = 2 * matrices / (peak * device.matmul_efficiency)
-    attention = 2 * model.heads * model.head_size * job.seq / (peak * device.attention_efficiency)
+    product = 2 * matrices / (peak * device.matmul_efficiency) / tp
+    attention = 2 * model.heads * model.head_size * job.seq / (peak * device.attention_efficiency) / tp
     element = ELEMENT_BYTES[job.precision] / (device.memory_bandwidth * device.memory_efficiency)
     rotary = 2 * (model.heads + model.kv_heads) * model.head_size
-    light = element * (2 * 2 * model.hidden + 2 * 3 * model.hidden + rotary + 3 * model.ffn)
-    light_backward = element * (2 * 3 * model.hidden + 3 * model.hidden + rotary + 5 * model.ffn)
+    light = element * ((2 * 2 + 2 * 3) * model.hidden / by_sequence + (rotary + 3 * model.ffn) / tp)
+    light_backward = element * ((2 * 3 + 3) * model.hidden / by_sequence + (rotary + 5 * model.ffn) / tp)
     forward = product + attention + light
     return BlockTimes(
         forward=forward,
         backward=2 * product + BACKWARD_ATTENTION * attention + light_backward,
-        light=light,
-        recompute_full=forward - 2 * down / (peak * device.matmul_efficiency),
+        attention=attention,
+        weight_gradients=product,
+        recompute_full=forward - 2 * down / (peak * device.matmul_efficiency) / tp,
         recompute_selective=light,
     )
 
 
-def head_times(model: ModelSpec, job: Job, device: Device) -> tuple[float, float]:
-    """Forward and backward of final norm, head and loss [s for each token].
+def head_times(model: ModelSpec, job: Job, device: Device, tp: ArrayLike = 1) -> tuple[Floats, Floats]:
+    """Forward and backward of final norm, head and loss [s for each token of a rank].
 
-    The logits are written once and read twice forward, read and written backward, and read by two products.
+    The logits are written once and read twice forward, read and written backward, and read by two products;
+    tp splits the vocabulary.
     """
-    product = 2 * model.hidden * model.vocab / (device.peak(job.precision) * device.matmul_efficiency)
+    tp = np.asarray(tp, dtype=np.float64)
+    product = 2 * model.hidden * model.vocab / (device.peak(job.precision) * device.matmul_efficiency) / tp
     element = ELEMENT_BYTES[job.precision] / (device.memory_bandwidth * device.memory_efficiency)
-    logits, norm = element * model.vocab, element * model.hidden
+    logits, norm = element * model.vocab / tp, element * model.hidden
     return product + 3 * logits + 2 * norm, 2 * product + 4 * logits + 3 * norm
 
 

@@ -8,14 +8,13 @@ from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.layout import Layout, not_runnable_reasons
 from shardwright.model import ModelSpec
-from shardwright.plan.activations import block_activations, llama_block_saved_bytes
-from shardwright.plan.collectives import ring_time
-from shardwright.plan.memory import Ledger, memory_ledger
+from shardwright.plan.activations import Split, block_activations, llama_block_saved_bytes
+from shardwright.plan.memory import Ledger, ledgers, memory_ledger
 from shardwright.plan.moments import timeline
 from shardwright.plan.params import parameter_table
-from shardwright.plan.step import mfu, placements, step_time, tokens_per_second_per_device
+from shardwright.plan.step import flow_time, mfu, placements, step_time, tokens_per_second_per_device
 from shardwright.plan.table import LayoutTable, table_of
-from shardwright.plan.traffic import RING_SHARE, merged, traffic
+from shardwright.plan.traffic import merged, traffic
 from shardwright.planfile import MemoryTerms, Plan, Prediction
 from shardwright.units import significant
 
@@ -34,7 +33,7 @@ def plan_of(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> Pla
 
 def predict(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> Prediction:
     """Memory of the heaviest rank and time of a step."""
-    table = table_of([layout])
+    table = table_of([layout], model.layers)
     ledger = memory_ledger(model, job, cluster.device, table)
     time = step_time(model, job, cluster, table).time
     return Prediction(
@@ -63,10 +62,11 @@ def memory_terms(ledger: Ledger, row: int) -> MemoryTerms:
 
 def explanation(plan: Plan) -> dict[str, Any]:
     """All there is to say about a plan, as one JSON document."""
-    table = table_of([plan.layout])
-    ledger = memory_ledger(plan.model, plan.job, plan.cluster.device, table)
+    table = table_of([plan.layout], plan.model.layers)
+    ranks = ledgers(plan.model, plan.job, plan.cluster.device, table)
+    ledger = max(ranks, key=lambda each: float(each.device[0]))
     step = step_time(plan.model, plan.job, plan.cluster, table)
-    reasons = not_runnable_reasons(plan.model, plan.job)
+    reasons = not_runnable_reasons(plan.model, plan.job, plan.layout)
     exposed = {axis: float(values[0]) for axis, values in step.exposed.items()}
     return {
         "layout": plan.layout.model_dump(mode="json"),
@@ -75,7 +75,7 @@ def explanation(plan: Plan) -> dict[str, Any]:
         "assumed": list(plan.cluster.assumed),
         "stored_prediction_agrees": predict(plan.model, plan.job, plan.cluster, plan.layout)
         == plan.prediction,
-        "stages": [_stage(ledger)],
+        "stages": [_stage(plan.layout, each) for each in ranks],
         "peak_moment": ledger.moments[int(ledger.moment[0])],
         "timeline": _timeline(plan, table, ledger),
         "activations": _activations(plan),
@@ -94,10 +94,13 @@ def explanation(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stage(ledger: Ledger) -> dict[str, Any]:
+def _stage(layout: Layout, ledger: Ledger) -> dict[str, Any]:
+    """One pipeline rank: the first, the second and the last stand for all."""
     terms = memory_terms(ledger, 0)
     return {
-        "stage": 0,
+        "stage": {"second": 1, "last": layout.pp - 1}.get(ledger.stage.name, 0),
+        "layers": int(ledger.stage.blocks[0]),
+        "microbatches_in_flight": float(ledger.stage.in_flight[0]),
         **terms.model_dump(mode="json"),
         "total": terms.total,
         "allocated": terms.allocated,
@@ -114,7 +117,7 @@ def _timeline(plan: Plan, table: LayoutTable, ledger: Ledger) -> list[dict[str, 
     """The highest moment of each part of a step, in order."""
     state = float(ledger.parameters[0] + ledger.optimizer[0])
     highest: dict[str, dict[str, Any]] = {}
-    for name, valid, held in timeline(plan.model, plan.job, table):
+    for name, valid, held in timeline(plan.model, plan.job, table, ledger.stage):
         if not valid[0]:
             continue
         part = name.split(",")[0]
@@ -127,12 +130,14 @@ def _timeline(plan: Plan, table: LayoutTable, ledger: Ledger) -> list[dict[str, 
 
 def _activations(plan: Plan) -> dict[str, Any]:
     """What one block keeps for the backward pass, by tensor, for one microbatch."""
-    tokens = plan.layout.micro_batch * plan.job.seq
-    block = block_activations(plan.model, plan.job.precision, plan.layout.recompute)
-    none = block_activations(plan.model, plan.job.precision, "none")
+    layout = plan.layout
+    tokens = layout.micro_batch * plan.job.seq / layout.cp
+    split = Split(layout.tp, layout.sp, layout.cp, layout.cp_kind)
+    block = block_activations(plan.model, plan.job.precision, layout.recompute, split)
+    none = block_activations(plan.model, plan.job.precision, "none", split)
     return {
-        "recompute": plan.layout.recompute,
-        "kept_operations": list(plan.layout.kept),
+        "recompute": layout.recompute,
+        "kept_operations": list(layout.kept),
         "saved_by_block": {name: round(size * tokens) for name, size in block.saved.items()},
         "saved_by_block_without_recompute": round(none.saved_bytes * tokens),
         "saved_by_block_eager_swiglu": round(llama_block_saved_bytes(plan.model, plan.job.seq) * tokens)
@@ -160,18 +165,8 @@ def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> li
     """Flows of a step; an axis's exposed time is shared out by how long each of its flows is busy."""
     flows = [flow for flow in merged(traffic(plan.model, plan.job, table)) if flow.launches[0]]
     places = placements(table)
-    busy = [
-        float(
-            ring_time(
-                flow.payload_bytes,
-                flow.launches,
-                RING_SHARE[flow.collective],
-                places[flow.axis],
-                plan.cluster,
-            )[0]
-        )
-        for flow in flows
-    ]
+    routes = {axis: place.route(plan.cluster) for axis, place in places.items()}
+    busy = [float(flow_time(flow, routes[flow.axis])[0]) for flow in flows]
     rows = []
     for flow, time in zip(flows, busy, strict=True):
         of_axis = sum(other for f, other in zip(flows, busy, strict=True) if f.axis == flow.axis)
@@ -185,7 +180,7 @@ def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> li
                 "launches": int(flow.launches[0]),
                 "link": places[flow.axis].link(plan.cluster)[0],
                 "busy_time": time,
-                "exposed_time": exposed[flow.axis] * time / of_axis,
+                "exposed_time": exposed.get(flow.axis, 0.0) * time / of_axis,
             }
         )
     return rows

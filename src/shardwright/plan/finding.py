@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.cluster import Cluster
-from shardwright.errors import JobError
+from shardwright.errors import JobError, ModelError
 from shardwright.job import Job
 from shardwright.layout import not_runnable_reasons
-from shardwright.model import ModelSpec
+from shardwright.model import BUILT_TYPES, ModelSpec
 from shardwright.plan.explain import plan_of
+from shardwright.plan.memory import memory_ledger
 from shardwright.plan.search import SearchResult, check_found, search
-from shardwright.plan.step import mfu, tokens_per_second_per_device
+from shardwright.plan.step import mfu, step_time, tokens_per_second_per_device
 from shardwright.planfile import Plan
 from shardwright.units import BYTES, format_bytes, format_time, parse_quantity
 
@@ -37,15 +38,26 @@ def find(
     ``fixed``: columns of the table that the user has given; None leaves one free.
 
     Raises: NothingFitsError: with the reason of each rejected group and the nearest miss.
+        ModelError: the planner knows the model's parameters only.
     """
+    check_modelled(model)
     limit = _memory_limit(max_memory)
     given = {column: [value] for column, value in fixed.items() if value is not None}
     result = search(model, job, cluster, given, limit)
     check_found(result)
-    best = plan_of(model, job, cluster, result.evaluated.layout(int(result.best[0])))
+    best = plan_of(model, job, cluster, result.layout(int(result.best[0])))
     return Finding(
         best, _document(model, job, cluster, result, min(cluster.device.memory, limit or float("inf")), top)
     )
+
+
+def check_modelled(model: ModelSpec) -> None:
+    """Raises: ModelError: memory and time of the model's family are not modelled."""
+    if model.model_type not in BUILT_TYPES:
+        raise ModelError(
+            f"model {model.name}: parameters are known, memory and time of model_type={model.model_type!r} "
+            f"are not modelled yet: `shardwright params` counts it, plan one of {', '.join(BUILT_TYPES)}"
+        )
 
 
 def _memory_limit(text: str | None) -> float | None:
@@ -63,29 +75,8 @@ def _memory_limit(text: str | None) -> float | None:
 def _document(
     model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, limit: float, top: int
 ) -> dict[str, Any]:
-    time = result.step.time
-    rates = tokens_per_second_per_device(job, cluster, time)
-    utilisation = mfu(model, job, cluster, time)
-    reasons = not_runnable_reasons(model, job)
-    best = []
-    for row in result.best[:top].tolist():
-        layout = result.evaluated.layout(row)
-        best.append(
-            {
-                "label": layout.label,
-                "layout": layout.model_dump(mode="json"),
-                "runnable": not reasons,
-                "memory": {
-                    "allocated": float(result.ledger.allocated[row]),
-                    "reserved": float(result.ledger.reserved[row]),
-                    "device": float(result.ledger.device[row]),
-                },
-                "step_time": float(time[row]),
-                "exposed_time": float(sum(values[row] for values in result.step.exposed.values())),
-                "tokens_per_s_per_gpu": float(rates[row]),
-                "mfu": float(utilisation[row]),
-            }
-        )
+    shown = _shown(result, top)
+    reasons = not_runnable_reasons(model, job, result.layout(int(result.best[0])))
     return {
         "model": model.name,
         "considered": result.table.rows,
@@ -97,29 +88,61 @@ def _document(
         "device_memory": limit,
         "assumed": [f"precision={job.precision}", *cluster.assumed],
         "not_runnable_reasons": reasons,
-        "best": best,
+        "best": [_best_row(model, job, cluster, result, row) for row in shown],
         "why": _why(result, limit),
+    }
+
+
+def _shown(result: SearchResult, top: int) -> list[int]:
+    """The ``top`` best rows; where they run and faster ones are only modelled, as many of those behind."""
+    shown: list[int] = result.best[:top].tolist()
+    slowest = max(float(result.time[row]) for row in shown)
+    later = [row for row in result.best[top:].tolist() if result.time[row] < slowest]
+    by_time = sorted(later, key=lambda row: float(result.time[row]))
+    return shown + by_time[:top]
+
+
+def _best_row(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, row: int) -> dict[str, Any]:
+    table, layout = result.evaluated([row]), result.layout(row)
+    ledger = memory_ledger(model, job, cluster.device, table)
+    step = step_time(model, job, cluster, table)
+    return {
+        "label": layout.label,
+        "layout": layout.model_dump(mode="json"),
+        "runnable": not not_runnable_reasons(model, job, layout),
+        "memory": {
+            "allocated": float(ledger.allocated[0]),
+            "reserved": float(ledger.reserved[0]),
+            "device": float(ledger.device[0]),
+        },
+        "step_time": float(step.time[0]),
+        "bubble_time": float(step.bubble[0]),
+        "exposed_time": float(sum(values[0] for values in step.exposed.values())),
+        "tokens_per_s_per_gpu": float(tokens_per_second_per_device(job, cluster, step.time)[0]),
+        "mfu": float(mfu(model, job, cluster, step.time)[0]),
     }
 
 
 def _why(result: SearchResult, limit: float) -> str:
     """One sentence on what decided between the best layout and what lies beside it."""
     first = int(result.best[0])
-    layout = result.evaluated.layout(first)
     sentence = (
-        f"chosen: [{layout.label}], {format_time(float(result.step.time[first]))} a step with "
-        f"{format_bytes(limit - float(result.ledger.device[first]))} of memory left"
+        f"chosen: [{result.layout(first).label}], {format_time(float(result.time[first]))} a step with "
+        f"{format_bytes(limit - float(result.device[first]))} of memory left"
     )
     other = next((row for row in result.best[1:].tolist() if _differs(result, first, row)), None)
     if other is not None:
-        slower = float(result.step.time[other] / result.step.time[first]) - 1
-        beside = result.evaluated.layout(other)
-        sentence += f"; the next of another kind, [{beside.label}], is {slower:.1%} slower"
+        change = float(result.time[other] / result.time[first]) - 1
+        slower = f"{abs(change):.1%} {'slower' if change >= 0 else 'faster'}"
+        sentence += f"; the next of another kind, [{result.layout(other).label}], is {slower}"
     return sentence
 
 
 def _differs(result: SearchResult, first: int, other: int) -> bool:
     """Whether two rows differ in how they split or recompute, not in the microbatch alone."""
-    table = result.evaluated
-    columns = (table.dp_replicate, table.dp_shard, table.zero_stage, table.recompute)
-    return any(column[first] != column[other] for column in columns)
+    one, two = result.rows[first], result.rows[other]
+    return any(
+        column[one] != column[two]
+        for name, column in zip(result.table._fields, result.table, strict=True)
+        if name not in ("micro_batch", "microbatches")
+    )

@@ -5,7 +5,7 @@ whose gradients wait unreduced, and which buffers live, from torch/distributed/f
 (_fsdp_param_group.py, _fsdp_collectives.py). check/ compares every number with an executed step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,18 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.job import Job
-from shardwright.layout import RECOMPUTE_KINDS
+from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import (
     ELEMENT_BYTES,
     WIDE_BYTES,
     BlockActivations,
-    Moment,
+    Split,
     block_activations,
     rotary_table_bytes,
 )
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, ParameterTable, Unit, parameter_table
-from shardwright.plan.table import Floats, LayoutTable
+from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
+from shardwright.plan.shards import UnitElements, unit_elements
+from shardwright.plan.stages import Stage
+from shardwright.plan.table import Floats, LayoutTable, distinct
 
 TOKEN_BYTES = 16
 """One token id and one target, int64 each, of every microbatch of a step."""
@@ -60,72 +62,124 @@ class _Amounts(NamedTuple):
 
 @dataclass(frozen=True)
 class _Step:
-    """Columns and sizes from which every moment is computed."""
+    """Columns and sizes of one pipeline rank from which every moment is computed."""
 
     table: LayoutTable
-    layers: int
+    layers: Floats  # blocks of the rank
     tied: bool
     embedding: _Amounts
     block: _Amounts
     head: _Amounts
-    tokens: Floats  # of a microbatch
+    tokens: Floats  # of a microbatch on a rank
     saved: Floats  # of one block
+    others: Floats  # of all other microbatches in flight
     ids: Floats  # token ids and targets of a step
     tables: float  # rotary, one pair for all layers
-    hidden: float  # bytes of one hidden vector
+    residual: Floats  # bytes of one vector of the residual stream
+    normed: Floats  # bytes of what the head reads
+    rstd: Floats
     wide: float  # bytes of one statistic
-    vocab: float  # bytes of one row of logits
+    vocab: Floats  # bytes of one row of logits
     merges: bool  # gradients add to an older one at once: no wider type to reduce in
-    tied_gradient: float  # of a tied matrix from the head: autograd holds it until the embedding's is there
+    tied_gradient: Floats | float  # of a tied matrix from the head: held until the embedding's is there
 
     @property
     def inputs(self) -> Floats:
-        """Token ids and rotary tables: held until the first layer's backward pass is over."""
-        return self.ids + self.tables
+        """Token ids and rotary tables, held until the first layer's backward pass is over; and what the other
+        microbatches in flight keep."""
+        return self.ids + self.tables + self.others
 
 
-def timeline(model: ModelSpec, job: Job, table: LayoutTable) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
-    """Every moment of a step that can be the peak: its name, the rows that have it, and what is held."""
-    kinds = [block_activations(model, job.precision, kind) for kind in RECOMPUTE_KINDS]
-    yield from _moments(_step(model, job, table, parameter_table(model), kinds), kinds)
+class _Kinds(NamedTuple):
+    """Activations of a block for each way of splitting and recomputing it, and which one a row has."""
+
+    kinds: list[BlockActivations]
+    row: NDArray[np.intp]
 
 
-def _amounts(unit: Unit, job: Job, table: LayoutTable) -> _Amounts:
-    element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
-    shard = np.asarray(unit.shard_numel(table.dp_shard), dtype=np.float64)
-    padded, ones = shard * table.dp_shard, np.ones(table.rows)
+def _kinds(model: ModelSpec, job: Job, table: LayoutTable) -> _Kinds:
+    cases, row = distinct(table.tp, table.sp, table.cp, table.cp_kind)
+    kinds = [
+        block_activations(model, job.precision, recompute, Split(tp, bool(sp), cp, CONTEXT_KINDS[kind]))
+        for tp, sp, cp, kind in cases
+        for recompute in RECOMPUTE_KINDS
+    ]
+    row = row * len(RECOMPUTE_KINDS) + table.recompute
+    return _Kinds(kinds, row)
+
+
+def timeline(
+    model: ModelSpec, job: Job, table: LayoutTable, stage: Stage
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    """Every moment of a step that can be the peak of a pipeline rank: its name, the rows that have it, and
+    what is held."""
+    kinds = _kinds(model, job, table)
+    step = _step(model, job, table, kinds, stage)
+    yield from _moments(step, _roles(table), lambda role: _each_inside(step, role, kinds))
+
+
+def peak_bytes(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage) -> Floats:
+    """The highest moment of ``timeline`` in every row [B], without its name and parts; for large tables."""
+    kinds = _kinds(model, job, table)
+    step = _step(model, job, table, kinds, stage)
+    peak = np.zeros(table.rows)
+    plain = _worst_inside(step, np.zeros(table.rows, dtype=bool), kinds)
+
+    def worst(role: _Role) -> list[_Inside]:
+        merges = _merges(step, role)
+        return [_worst_inside(step, merges, kinds) if merges.any() else plain]
+
+    present = [role for role in _roles(table) if role.valid.any()]
+    for _, valid, held in _moments(step, present, worst):
+        np.maximum(peak, np.where(valid, held.total, 0.0), out=peak)
+    return peak
+
+
+def _amounts(unit: UnitElements, held: Floats, job: Job) -> _Amounts:
+    """Bytes of a unit; nothing where the rank does not hold it."""
+    element, wide = ELEMENT_BYTES[job.precision] * held, WIDE_BYTES[job.precision] * held
     return _Amounts(
-        gathered=element * padded,
-        fresh=element * unit.numel * ones,
-        whole=wide * unit.numel * ones,
-        reduce_input=wide * padded,
-        shard=wide * shard,
-        last_share=unit.tensors[-1].numel / unit.numel if unit.tensors else 0.0,
+        gathered=element * unit.padded,
+        fresh=element * unit.whole,
+        whole=wide * unit.whole,
+        reduce_input=wide * unit.padded,
+        shard=wide * unit.shard,
+        last_share=unit.last_share,
     )
 
 
-def _step(
-    model: ModelSpec, job: Job, table: LayoutTable, parameters: ParameterTable, kinds: list[BlockActivations]
-) -> _Step:
-    element = ELEMENT_BYTES[job.precision]
-    tokens = np.asarray(table.micro_batch * job.seq, dtype=np.float64)
-    saved = np.array([kind.saved_bytes for kind in kinds])[table.recompute]
+def _step(model: ModelSpec, job: Job, table: LayoutTable, kinds: _Kinds, stage: Stage) -> _Step:
+    element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
+    units = unit_elements(model, table)
+    tokens = table.micro_batch * job.seq / table.cp
+    saved = np.array([kind.saved_bytes for kind in kinds.kinds])[kinds.row] * tokens
+    by_sequence = np.where(table.sp == 1, table.tp, 1)
+    residual = element * model.hidden / by_sequence
+    in_flight = stage.blocks * saved + np.where(stage.head == 0, residual * tokens, 0.0)
+    ones = np.ones(table.rows)
     return _Step(
         table=table,
-        layers=model.layers,
+        layers=stage.blocks,
         tied=model.tied_embeddings,
-        embedding=_amounts(parameters.unit(EMBEDDING), job, table),
-        block=_amounts(parameters.unit(BLOCK), job, table),
-        head=_amounts(parameters.unit(HEAD), job, table),
+        embedding=_amounts(units[EMBEDDING], stage.embedding, job),
+        block=_amounts(units[BLOCK], ones, job),
+        head=_amounts(
+            units[HEAD], np.maximum(stage.head, stage.embedding) if model.tied_embeddings else stage.head, job
+        ),
         tokens=tokens,
-        saved=saved * tokens,
+        saved=saved,
+        others=(stage.in_flight - 1) * in_flight,
         ids=TOKEN_BYTES * tokens * table.microbatches,
         tables=rotary_table_bytes(model, job.seq, job.precision),
-        hidden=element * model.hidden,
-        wide=WIDE_BYTES[job.precision],
-        vocab=element * model.vocab,
+        residual=residual,
+        normed=element * model.hidden * ones,
+        rstd=wide / by_sequence,
+        wide=wide,
+        vocab=stage.head * np.ceil(model.vocab / table.tp) * element,
         merges=job.precision != "bf16",
-        tied_gradient=element * model.vocab * model.hidden if model.tied_embeddings else 0.0,
+        tied_gradient=element * np.ceil(model.vocab / table.tp) * model.hidden
+        if model.tied_embeddings
+        else 0.0,
     )
 
 
@@ -143,43 +197,108 @@ class _Open(NamedTuple):
     """Units that are not yet through their backward pass: so many blocks, perhaps the head. The embedding,
     last of all, always counts as open."""
 
-    blocks: int
+    blocks: Floats
     head: bool
 
 
-def _moments(whole: _Step, kinds: list[BlockActivations]) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
-    m, layers = whole.table.microbatches, whole.layers
-    roles = (
-        _Role("first microbatch", m >= 2, m >= 2, False, m < 0),
-        _Role("middle microbatch", m >= 3, m < 0, False, m >= 0),
-        _Role("last microbatch", m >= 1, m == 1, True, m >= 2),
+class _Inside(NamedTuple):
+    """A moment inside a block, the same for every layer, and the rows that have it."""
+
+    name: str
+    valid: NDArray[np.bool_]
+    token_bytes: Floats | float
+    fresh: Floats | float  # bytes of weight gradients
+
+
+def _each_inside(step: _Step, role: _Role, kinds: _Kinds) -> Iterator[_Inside]:
+    """Every moment inside a block, of every way of splitting and recomputing it."""
+    merges = _merges(step, role)
+    for kind, activations in enumerate(kinds.kinds):
+        rows = kinds.row == kind
+        for moment in activations.moments:
+            fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
+            yield _Inside(moment.name, rows, moment.token_bytes, fresh)
+
+
+def _worst_inside(step: _Step, merges: NDArray[np.bool_], kinds: _Kinds) -> _Inside:
+    """The largest moment inside a block, row by row; where gradients merge, only the last made counts."""
+    count = max(len(kind.moments) for kind in kinds.kinds)
+    padded = [kind.moments + kind.moments[-1:] * (count - len(kind.moments)) for kind in kinds.kinds]
+    numbers = np.array([[moment[1:] for moment in moments] for moments in padded])  # kind, moment, 3 amounts
+    token_bytes, fresh = np.zeros(step.table.rows), np.zeros(step.table.rows)
+    most = np.full(step.table.rows, -1.0)
+    for moment in range(count):
+        tokens, made, alone = numbers[kinds.row, moment].T
+        made = np.where(merges, alone, made)
+        total = step.tokens * tokens + made
+        larger = total > most
+        token_bytes, fresh = np.where(larger, tokens, token_bytes), np.where(larger, made, fresh)
+        most = np.where(larger, total, most)
+    return _Inside("backward", np.ones(step.table.rows, dtype=bool), token_bytes, fresh)
+
+
+def _roles(table: LayoutTable) -> tuple[_Role, ...]:
+    """The microbatches of a step that differ in what is held."""
+    m, alone = table.microbatches, table.pp == 1
+    return (
+        _Role("first microbatch", (m >= 2) & alone, m >= 2, False, m < 0),
+        _Role("middle microbatch", (m >= 3) | ~alone, m < 0, False, m >= 0),
+        _Role("last microbatch", alone, m == 1, True, m >= 2),
     )
+
+
+def _moments(
+    whole: _Step, roles: Iterable[_Role], insides: Callable[[_Role], Iterable[_Inside]]
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    piped = bool((whole.table.pp > 1).all())
     for role in roles:
-        gathers = role.valid & (role.first | (whole.table.zero_stage == 3)) & (whole.table.dp_shard > 1)
         totals = np.where(role.older, RUNNING_LOSS_BYTES, 0)
         forward = replace(whole, ids=whole.ids + totals)
         step = replace(forward, ids=forward.ids + 2 * whole.wide)  # the loss and the gradient it starts from
-        yield f"{role.name}: first layer gathered", gathers, _gathering(forward, role, 0)
-        yield f"{role.name}: last layer gathered", gathers, _gathering(forward, role, layers - 1)
-        yield f"{role.name}: head gathered", gathers, _gathering(forward, role, layers)
-        yield f"{role.name}: head backward", role.valid, _head_backward(step, role)
-        if not step.tied:  # a tied head is reduced at the very end
-            yield f"{role.name}: head gradients reduced", role.valid, _head_reduced(step, role)
-        for layer in sorted({layers - 1, max(layers - 2, 0), min(1, layers - 1), 0}, reverse=True):
-            for kind, activations in enumerate(kinds):
-                has_kind = role.valid & (step.table.recompute == kind)
-                for moment in activations.moments:
-                    held = _in_block(step, role, layer, moment)
-                    yield f"{role.name}: layer {layer}, {moment.name}", has_kind, held
-            yield (
-                f"{role.name}: layer {layer}, gradients reduced",
-                role.valid,
-                _block_reduced(step, role, layer),
-            )
-        splits = role.valid & (step.table.zero_stage == 3)
-        yield f"{role.name}: layer 0, parameters copied out", splits, _first_block_copied_out(step, role)
-        yield f"{role.name}: embedding backward", role.valid, _embedding_backward(step, role)
-        yield f"{role.name}: last gradients reduced", role.valid, _last_reduced(step, role)
+        inside = list(insides(role))
+        parts = _in_a_pipeline(step, role, inside) if piped else _alone(forward, step, role, inside)
+        yield from ((f"{role.name}: {name}", role.valid & rows, held) for name, rows, held in parts)
+
+
+def _in_a_pipeline(
+    step: _Step, role: _Role, inside: list[_Inside]
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    """Parameters and gradients are whole all the time, so that the highest moment is where a microbatch has
+    most: at the head, or in the last block; or where the reductions begin."""
+    every = np.ones(step.table.rows, dtype=bool)
+    yield "head backward", every, _head_backward(step, role)
+    for moment in inside:
+        yield f"last layer, {moment.name}", moment.valid, _in_block(step, role, step.layers - 1, moment)
+    yield "last layer, gradients reduced", every, _block_reduced(step, role, step.layers - 1)
+    yield "all gradients reduced", every, _schedule_through(step, role)
+
+
+def _alone(
+    forward: _Step, step: _Step, role: _Role, inside: list[_Inside]
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    """The moments of a rank that holds all layers, ``forward`` before there is a loss."""
+    every, stage3 = np.ones(step.table.rows, dtype=bool), step.table.zero_stage == 3
+    top = step.layers - 1
+    positions = {
+        "last layer": top,
+        "layer before the last": np.maximum(top - 1, 0),
+        "layer 1": np.minimum(top, 1),
+        "first layer": np.zeros(step.table.rows),
+    }
+    gathers = (role.first | stage3) & (step.table.shard > 1)
+    yield "first layer gathered", gathers, _block_gathered(forward, role, positions["first layer"])
+    yield "last layer gathered", gathers, _block_gathered(forward, role, top)
+    yield "head gathered", gathers, _head_gathered(forward, role)
+    yield "head backward", every, _head_backward(step, role)
+    if not step.tied:  # a tied head is reduced at the very end
+        yield "head gradients reduced", every, _head_reduced(step, role)
+    for place, layer in positions.items():
+        for moment in inside:
+            yield f"{place}, {moment.name}", moment.valid, _in_block(step, role, layer, moment)
+        yield f"{place}, gradients reduced", every, _block_reduced(step, role, layer)
+    yield "first layer, parameters copied out", stage3, _first_block_copied_out(step, role)
+    yield "embedding backward", every, _embedding_backward(step, role)
+    yield "last gradients reduced", every, _last_reduced(step, role)
 
 
 # What FSDP holds
@@ -237,7 +356,7 @@ def _reduction(step: _Step, role: _Role, unit: _Amounts) -> Floats:
     """
     waits = role.older & (step.table.zero_stage <= 1)
     source = np.where(waits, unit.whole, unit.fresh)
-    beside = np.where(step.table.dp_shard == 1, unit.reduce_input, source * unit.last_share)
+    beside = np.where(step.table.shard == 1, unit.reduce_input, source * unit.last_share)
     added = np.where(role.older, np.where(_merges(step, role), 0.0, unit.fresh), unit.whole)
     return np.where(_reduces(step, role), unit.reduce_input + np.maximum(source, beside + unit.shard), added)
 
@@ -245,29 +364,41 @@ def _reduction(step: _Step, role: _Role, unit: _Amounts) -> Floats:
 # The moments
 
 
-def _gathering(step: _Step, role: _Role, blocks: int) -> Held:
-    """Forward, with ``blocks`` blocks done: the next unit is copied out of its all-gather buffer while the
-    buffer of the unit before it is still held."""
-    unit = step.head if blocks == step.layers else step.block
-    before = step.block if blocks else (step.head if step.tied else step.embedding)
-    others = step.embedding.gathered + blocks * step.block.gathered
-    if step.tied:
-        others = others + step.head.gathered
-        if blocks == step.layers:
-            unit = unit._replace(gathered=np.zeros(step.table.rows))
-    gathered = np.where(step.table.zero_stage == 3, step.head.gathered if step.tied else 0.0, others)
-    gathered = gathered + 2 * unit.gathered + before.gathered
+def _block_gathered(step: _Step, role: _Role, blocks: Floats) -> Held:
+    """Forward, with ``blocks`` blocks done: the next is copied out of its all-gather buffer while the buffer
+    of the unit before it is still held."""
+    opening = step.head.gathered if step.tied else step.embedding.gathered
+    before = np.where(blocks > 0, step.block.gathered, opening)
+    resident = opening + blocks * step.block.gathered
+    return _gathering(step, role, blocks, resident, 2 * step.block.gathered + before)
+
+
+def _head_gathered(step: _Step, role: _Role) -> Held:
+    """The same for the head; a tied one was gathered for the embedding."""
+    opening = step.head.gathered if step.tied else step.embedding.gathered
+    resident = opening + step.layers * step.block.gathered
+    head = 0.0 if step.tied else 2 * step.head.gathered
+    return _gathering(step, role, step.layers, resident, head + step.block.gathered)
+
+
+def _gathering(step: _Step, role: _Role, blocks: Floats, resident: Floats, buffers: Floats) -> Held:
+    kept = np.where(step.table.zero_stage == 3, step.head.gathered if step.tied else 0.0, resident)
     shards = np.where(role.older, _shards(step, role, _Open(step.layers, True)), 0.0)
-    activations = blocks * step.saved + step.tokens * step.hidden + step.inputs
-    return Held(shards, activations, np.zeros(step.table.rows), gathered)
+    activations = blocks * step.saved + step.tokens * step.residual + step.inputs
+    return Held(shards, activations, np.zeros(step.table.rows), kept + buffers)
+
+
+def _prefetched(step: _Step) -> Floats:
+    """Stage 3: the buffer of the block whose backward comes next."""
+    return np.where(step.table.shard > 1, step.block.gathered, 0.0)
 
 
 def _head_backward(step: _Step, role: _Role) -> Held:
     still = _Open(step.layers, True)
-    prefetched = np.where(step.table.dp_shard > 1, step.block.gathered, 0.0)
-    gathered = _gathered(step, role, still, step.head.gathered + prefetched)
-    activations = step.layers * step.saved + step.tokens * (3 * step.hidden + step.wide) + step.inputs
-    gradient = 0.0 if step.tied else step.head.fresh - step.hidden  # the norm's comes after
+    gathered = _gathered(step, role, still, step.head.gathered + _prefetched(step))
+    vectors = np.where(step.vocab > 0, step.residual + 2 * step.normed + step.rstd, step.residual)
+    activations = step.layers * step.saved + step.tokens * vectors + step.inputs
+    gradient = 0.0 if step.tied else np.maximum(step.head.fresh - step.normed, 0.0)  # the norm's comes after
     gathered = gathered + _waiting(step, role, still) + gradient
     activations = activations + step.tied_gradient
     return Held(_shards(step, role, still), activations, step.tokens * step.vocab, gathered)
@@ -275,23 +406,21 @@ def _head_backward(step: _Step, role: _Role) -> Held:
 
 def _head_reduced(step: _Step, role: _Role) -> Held:
     before, after = _Open(step.layers, True), _Open(step.layers, False)
-    prefetched = np.where(step.table.dp_shard > 1, step.block.gathered, 0.0)
-    gathered = _gathered(step, role, after, prefetched)
+    gathered = _gathered(step, role, after, _prefetched(step))
     waiting = _waiting(step, role, after if role.last else before)
-    activations = step.layers * step.saved + step.tokens * step.hidden + step.inputs
+    activations = step.layers * step.saved + step.tokens * step.residual + step.inputs
     gathered = gathered + waiting + _reduction(step, role, step.head)
     return Held(_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
 
 
-def _in_block(step: _Step, role: _Role, layer: int, moment: Moment) -> Held:
+def _in_block(step: _Step, role: _Role, layer: Floats, moment: _Inside) -> Held:
     still = _Open(layer + 1, step.tied)
-    last = layer == step.layers - 1
-    previous = step.head if last else step.block
-    buffer = np.where(_reduces(step, role) & (not (step.tied and last)), previous.reduce_input, 0.0)
-    stage3 = step.block.gathered * (2 if layer > 0 else 1) + (step.head.gathered if step.tied else 0.0)
-    fresh = np.where(_merges(step, role), moment.fresh_bytes, moment.gradient_bytes)
+    after_head = 0.0 if step.tied else step.head.reduce_input
+    previous = np.where(layer == step.layers - 1, after_head, step.block.reduce_input)
+    buffer = np.where(_reduces(step, role), previous, 0.0)
+    stage3 = step.block.gathered * np.where(layer > 0, 2, 1) + (step.head.gathered if step.tied else 0.0)
     gathered = _gathered(step, role, still, stage3) + _waiting(step, role, still)
-    gathered = gathered + buffer + fresh
+    gathered = gathered + buffer + moment.fresh
     activations = layer * step.saved + step.tokens * moment.token_bytes + step.inputs + step.tied_gradient
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
@@ -299,46 +428,57 @@ def _in_block(step: _Step, role: _Role, layer: int, moment: Moment) -> Held:
 def _first_block_copied_out(step: _Step, role: _Role) -> Held:
     """Stage 3, before the first block's backward: its parameters and the buffer they came in. Every other
     block prefetches one more behind itself, which its own backward passes hold as well."""
-    still = _Open(1, step.tied)
-    previous = step.block if step.layers > 1 else step.head
-    buffer = 0.0 if step.tied and step.layers == 1 else previous.reduce_input
+    still = _Open(np.ones(step.table.rows), step.tied)
+    after_head = 0.0 if step.tied else step.head.reduce_input
+    buffer = np.where(step.layers > 1, step.block.reduce_input, after_head)
     gathered = 2 * step.block.gathered + buffer + (step.head.gathered if step.tied else 0.0)
-    activations = step.saved + step.tokens * step.hidden + step.inputs + step.tied_gradient
+    activations = step.saved + step.tokens * step.residual + step.inputs + step.tied_gradient
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
 
-def _block_reduced(step: _Step, role: _Role, layer: int) -> Held:
+def _block_reduced(step: _Step, role: _Role, layer: Floats) -> Held:
     before, after = _Open(layer + 1, step.tied), _Open(layer, step.tied)
-    stage3 = step.block.gathered * (1 if layer > 0 else 0) + (step.head.gathered if step.tied else 0.0)
+    stage3 = step.block.gathered * np.where(layer > 0, 1, 0) + (step.head.gathered if step.tied else 0.0)
     gathered = _gathered(step, role, after, stage3) + _waiting(step, role, after if role.last else before)
     gathered = gathered + _reduction(step, role, step.block)
-    inputs = step.inputs if layer > 0 else step.ids
-    activations = layer * step.saved + step.tokens * step.hidden + inputs + step.tied_gradient
+    inputs = step.inputs - np.where(layer > 0, 0.0, step.tables)
+    activations = layer * step.saved + step.tokens * step.residual + inputs + step.tied_gradient
     return Held(_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
 
 
 def _embedding_backward(step: _Step, role: _Role) -> Held:
-    still = _Open(0, step.tied)
+    still = _Open(np.zeros(step.table.rows), step.tied)
     buffer = np.where(_reduces(step, role), step.block.reduce_input, 0.0)
     stage3 = step.head.gathered if step.tied else np.zeros(step.table.rows)
     gathered = _gathered(step, role, still, stage3) + _waiting(step, role, still) + buffer
     if not step.tied:
         gathered = gathered + step.embedding.fresh
     # tied: the head's gradient and the embedding's, with the gradient this came from, or else with their sum
-    source = step.tokens * step.hidden
+    source = step.tokens * step.residual
     summed = source < step.tied_gradient
-    activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids
+    activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids + step.others
     gathered = gathered + np.where(summed, step.tied_gradient, 0.0)
     return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
 
 
 def _last_reduced(step: _Step, role: _Role) -> Held:
-    still = _Open(0, step.tied)
+    still = _Open(np.zeros(step.table.rows), step.tied)
     unit = step.head if step.tied else step.embedding
     kept = np.zeros(step.table.rows)
     if not role.last:
-        kept = np.where(step.table.zero_stage <= 2, _resident(step, role, still), 0.0) + _waiting(
-            step, role, still
-        )
+        kept = np.where(step.table.zero_stage <= 2, _resident(step, role, still), 0.0)
+        kept = kept + _waiting(step, role, still)
     gathered = kept + _reduction(step, role, unit)
-    return Held(_shards(step, role, still), step.ids, np.zeros(step.table.rows), gathered)
+    activations = step.ids + step.others
+    return Held(_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
+
+
+def _schedule_through(step: _Step, role: _Role) -> Held:
+    """A pipeline's end: no activations, every gathered parameter and whole gradient, and the first reduction."""
+    still = _Open(step.layers, True)
+    largest = np.maximum(
+        step.block.reduce_input, np.maximum(step.head.reduce_input, step.embedding.reduce_input)
+    )
+    gathered = _resident(step, role, still) + _waiting(step, role, still) + largest
+    none = np.zeros(step.table.rows)
+    return Held(none, step.ids, none, gathered)

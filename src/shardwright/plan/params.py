@@ -3,7 +3,7 @@
 Counts, shards, FSDP units, memory and traffic are all read from this one table.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
@@ -11,9 +11,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.model import ModelSpec
+from shardwright.model import ModelSpec, Moe
+from shardwright.plan.names import Matrices, Naming, attention_matrices, naming
 
-Role = Literal["embedding", "norm", "attention", "feed_forward", "head"]
+Role = Literal[
+    "embedding", "position", "norm", "attention", "feed_forward", "router", "expert", "shared_expert", "head",
+    "mtp",
+]  # fmt: skip
 
 EMBEDDING, BLOCK, HEAD, ROOT = "embedding", "block", "head", "root"
 """Kinds of FSDP unit. ROOT stands for the whole model wrapped at once, which the runtime refuses to do."""
@@ -24,7 +28,8 @@ class Tensor:
     """One trainable tensor.
 
     ``splits`` maps an axis to the dim it may split. FSDP splits dim 0 of every tensor into equal rows and
-    pads the last shard.
+    pads the last shard. ``tp`` splits heads, feed-forward width (also inside an expert) or vocabulary, ``ep``
+    the stacked experts. An axis without a dim leaves the tensor whole.
     """
 
     name: str
@@ -42,12 +47,15 @@ class Tensor:
 class Unit:
     """Tensors that FSDP gathers and reduces together, in the order of the module's parameters.
 
-    ``copies`` equal units stand in the model (one for each layer); ``tensors`` are those of the first.
+    ``copies`` equal units stand in the model (one for each layer); ``tensors`` are those of the first. A
+    block names its ``layers`` and the module list they stand in, ``stem``.
     """
 
     kind: str
     copies: int
     tensors: tuple[Tensor, ...]
+    layers: tuple[int, ...] = ()
+    stem: str = ""
 
     @property
     def numel(self) -> int:
@@ -61,10 +69,21 @@ class Unit:
         shard = np.asarray(shard, dtype=np.int64)[..., None]
         return np.asarray((-(-rows // shard) * widths).sum(-1), dtype=np.int64)
 
+    def at(self, layer: int) -> Iterator[Tensor]:
+        """The tensors of the copy at ``layer``, by their own names."""
+        first = f"{self.stem}.{self.layers[0]}."
+        for tensor in self.tensors:
+            name = f"{self.stem}.{layer}." + tensor.name.removeprefix(first)
+            yield Tensor(name, tensor.shape, tensor.role, tensor.splits)
+
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """All trainable tensors of a model, by FSDP unit in forward order."""
+    """All trainable tensors of a model, by FSDP unit in forward order.
+
+    Blocks of different shapes (dense and with experts) are units of their own, in the order of their first
+    layers.
+    """
 
     units: tuple[Unit, ...]
     layers: int
@@ -74,37 +93,45 @@ class ParameterTable:
         """Trainable parameters; equals transformers' own count."""
         return sum(unit.copies * unit.numel for unit in self.units)
 
+    @property
+    def blocks(self) -> tuple[Unit, ...]:
+        """Units of blocks, one for each shape."""
+        return tuple(unit for unit in self.units if unit.kind == BLOCK)
+
     def unit(self, kind: str) -> Unit:
-        """The unit of a kind; an empty one if the model has none."""
-        return next((unit for unit in self.units if unit.kind == kind), Unit(kind, 0, ()))
+        """The unit of a kind; an empty one if the model has none. With blocks of two shapes ask ``block``."""
+        found = [unit for unit in self.units if unit.kind == kind]
+        assert len(found) <= 1, f"{len(found)} kinds of {kind}: say which layer"
+        return found[0] if found else Unit(kind, 0, ())
+
+    def block(self, layer: int) -> Unit:
+        """The unit that covers a layer, counted from 0."""
+        return next(unit for unit in self.blocks if layer in unit.layers)
 
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor of every layer, in forward order."""
+        at_layer = {layer: unit for unit in self.blocks for layer in unit.layers}
+        first = next(iter(self.blocks), None)
         for unit in self.units:
-            for copy in range(unit.copies):
-                for tensor in unit.tensors:
-                    name = tensor.name
-                    if unit.kind == BLOCK:
-                        name = name.replace("layers.0.", f"layers.{copy}.")
-                    yield Tensor(name, tensor.shape, tensor.role, tensor.splits)
+            if unit is first:
+                for layer in sorted(at_layer):
+                    yield from at_layer[layer].at(layer)
+            elif unit.kind != BLOCK:
+                yield from unit.tensors
 
 
 def parameter_table(model: ModelSpec) -> ParameterTable:
-    """Build the table of a model of the Llama family.
+    """Build the table of a model of a known family.
 
-    Embedding, each block, and final norm with head are units of their own; with tied embeddings the
-    embedding, the final norm and the head, being one tensor and a norm, are the last unit.
+    Embedding with learned positions, each block, and final norm with head are units of their own; a tied
+    embedding, being the head too, is in the last unit.
 
-    Source: transformers modeling_llama.py, modeling_mistral.py, modeling_qwen2.py, modeling_qwen3.py.
+    Source: transformers modeling_*.py of each family.
     """
-    embedding = Tensor("model.embed_tokens.weight", (model.vocab, model.hidden), "embedding")
-    norm = Tensor("model.norm.weight", (model.hidden,), "norm")
-    block = Unit(BLOCK, model.layers, tuple(_block_tensors(model)))
-    if model.tied_embeddings:
-        return ParameterTable((block, Unit(HEAD, 1, (embedding, norm))), model.layers)
-    head = Tensor("lm_head.weight", (model.vocab, model.hidden), "head")
-    units = (Unit(EMBEDDING, 1, (embedding,)), block, Unit(HEAD, 1, (norm, head)))
-    return ParameterTable(units, model.layers)
+    blocks = tuple(_block(model, layers) for layers in _layers_by_shape(model))
+    first, last = _ends(model, naming(model))
+    ends = Unit(EMBEDDING, 1, first) if first else None, Unit(HEAD, 1, last)
+    return ParameterTable(tuple(unit for unit in (ends[0], *blocks, ends[1]) if unit), model.layers)
 
 
 def root_only_table(table: ParameterTable) -> ParameterTable:
@@ -112,24 +139,210 @@ def root_only_table(table: ParameterTable) -> ParameterTable:
     return ParameterTable((Unit(ROOT, 1, tuple(table.tensors())),), table.layers)
 
 
-def _block_tensors(model: ModelSpec) -> Iterable[Tensor]:
-    query, key = model.heads * model.head_size, model.kv_heads * model.head_size
-    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
-    projections: tuple[tuple[str, int, int, bool, Role], ...] = (
-        (f"{attention}.q_proj", query, model.hidden, model.qkv_bias, "attention"),
-        (f"{attention}.k_proj", key, model.hidden, model.qkv_bias, "attention"),
-        (f"{attention}.v_proj", key, model.hidden, model.qkv_bias, "attention"),
-        (f"{attention}.o_proj", model.hidden, query, model.out_bias, "attention"),
-        (f"{mlp}.gate_proj", model.ffn, model.hidden, model.mlp_bias, "feed_forward"),
-        (f"{mlp}.up_proj", model.ffn, model.hidden, model.mlp_bias, "feed_forward"),
-        (f"{mlp}.down_proj", model.hidden, model.ffn, model.mlp_bias, "feed_forward"),
-    )
-    for name, rows, columns, bias, role in projections:
-        yield Tensor(f"{name}.weight", (rows, columns), role)
+def active_parameters(model: ModelSpec) -> int:
+    """Parameters that one token meets: of the routed experts the top k, of everything else all.
+
+    The input embedding counts whole. Without it DeepSeek-V3 has 36.63e9, which its README_WEIGHTS.md rounds.
+
+    Source: shared FORMULAE 1.1.
+    """
+    table = parameter_table(model)
+    if model.moe is None:
+        return table.parameters
+    routed = sum(t.numel * unit.copies for unit in table.units for t in unit.tensors if t.role == "expert")
+    return table.parameters - routed + routed // model.moe.experts * model.moe.top_k
+
+
+def mtp_tensors(model: ModelSpec) -> Iterator[Tensor]:
+    """Tensors of the modules for multi-token prediction, which ``parameter_table`` leaves out.
+
+    Each is a block like the model's last, a matrix that merges hidden state and next embedding, and three
+    norms; embedding and head are the model's own. They are named as in the published weights: as layers
+    behind the last.
+
+    Source: DeepSeek-V3 README_WEIGHTS.md; transformers modeling_layers.py, MtpLayer.
+    """
+    table = parameter_table(model)
+    for layer in range(model.layers, model.layers + model.mtp_layers):
+        prefix = f"{naming(model).stem}.{layer}"
+        shapes = {
+            "enorm": (model.hidden,),
+            "hnorm": (model.hidden,),
+            "eh_proj": (model.hidden, 2 * model.hidden),
+            "shared_head.norm": (model.hidden,),
+        }
+        for name, shape in shapes.items():
+            yield Tensor(f"{prefix}.{name}.weight", shape, "mtp")
+        for tensor in table.block(model.layers - 1).at(layer):
+            yield Tensor(tensor.name, tensor.shape, "mtp", tensor.splits)
+
+
+def mtp_parameters(model: ModelSpec) -> int:
+    """Parameters of multi-token prediction, counted apart; 0 if the model has none."""
+    return sum(tensor.numel for tensor in mtp_tensors(model))
+
+
+def gpt_parameters(layers: int, hidden: int, vocab: int, positions: int) -> int:
+    """Parameters of a GPT with learned positions, biases, width 4h and a tied head.
+
+    12 L h^2 (1 + 13/(12 h) + (V + s)/(12 L h)); the final norm's 2h are left out, as there.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, equation 2.
+    """
+    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + positions) * hidden
+
+
+# The tensors
+
+
+def _splits(tp: int | None = None, ep: int | None = None) -> dict[str, int]:
+    dims = {"dp_shard": 0, "tp": tp, "ep": ep}
+    return {axis: dim for axis, dim in dims.items() if dim is not None}
+
+
+def _norm(model: ModelSpec, name: str, size: int) -> Iterator[Tensor]:
+    if model.norm_weight:
+        yield Tensor(f"{name}.weight", (size,), "norm")
+    if model.norm_bias:
+        yield Tensor(f"{name}.bias", (size,), "norm")
+
+
+def _ends(model: ModelSpec, names: Naming) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Tensors before the blocks, and behind them."""
+    width = model.embedding_projection or model.hidden
+    embedding = Tensor(f"{names.embedding}.weight", (model.vocab, width), "embedding", _splits(tp=0))
+    head = Tensor("lm_head.weight", (model.vocab, width), "head", _splits(tp=0))
+    first = [] if model.tied_embeddings else [embedding]
+    last = [embedding] if model.tied_embeddings else []
+    if model.positions == "learned":
+        rows = model.max_positions + model.position_offset
+        first.append(Tensor(f"{names.position}.weight", (rows, model.hidden), "position"))
+    if model.embedding_projection:
+        first.append(Tensor(f"{names.project_in}.weight", (model.hidden, width), "embedding"))
+        last.append(Tensor(f"{names.project_out}.weight", (width, model.hidden), "head"))
+    if model.final_norm:
+        last += _norm(model, names.final_norm, model.hidden)
+    return tuple(first), tuple(last if model.tied_embeddings else [*last, head])
+
+
+def _layers_by_shape(model: ModelSpec) -> list[tuple[int, ...]]:
+    """Layers whose blocks have the same tensors, together; in the order of their first."""
+    moe = model.moe
+    if moe is None:
+        return [tuple(range(model.layers))]
+    kinds = [
+        tuple(layer for layer in range(model.layers) if moe.covers(layer) == has_experts)
+        for has_experts in (False, True)
+    ]
+    return sorted((layers for layers in kinds if layers), key=lambda layers: layers[0])
+
+
+def _block(model: ModelSpec, layers: tuple[int, ...]) -> Unit:
+    names = naming(model)
+    prefix = f"{names.stem}.{layers[0]}."
+    norms = iter(names.block_norms(model))
+    tensors: list[Tensor] = []
+    for part in names.order:
+        if part == "norm":
+            tensors += _norm(model, prefix + next(norms), model.hidden)
+        elif part == "norms":
+            tensors += (t for name in norms for t in _norm(model, prefix + name, model.hidden))
+        elif part == "attention":
+            tensors += _attention(model, names, prefix + names.attention)
+        elif model.moe is not None and model.moe.covers(layers[0]):
+            tensors += _experts(model, model.moe, names, prefix + names.feed_forward)
+        else:
+            width, path = model.ffn, prefix + names.feed_forward
+            tensors += _matrices(model, names, path, names.matrices, "feed_forward", width)
+    return Unit(BLOCK, len(layers), tuple(tensors), layers, names.stem)
+
+
+def _attention(model: ModelSpec, names: Naming, path: str) -> Iterator[Tensor]:
+    if model.attention_sinks:
+        yield Tensor(f"{path}sinks", (model.heads,), "attention", _splits(tp=0))
+    yield from _matrices(model, names, path, attention_matrices(model), "attention", model.ffn)
+    if not model.qk_norm or model.qk_norm_kind == "weightless":
+        return
+    for name, heads in zip(names.qk_norms, (model.heads, model.kv_heads), strict=True):
+        if names.norm_module_per_head:
+            for head in range(heads):
+                yield Tensor(f"{path}{name}.norms.{head}.weight", (model.head_size,), "norm")
+            continue
+        shapes: dict[str, tuple[int, ...]] = {
+            "head": (model.head_size,),
+            "per_head": (heads, model.head_size),
+            "projection": (heads * model.head_size,),
+        }
+        yield Tensor(f"{path}{name}.weight", shapes[model.qk_norm_kind], "norm")
+
+
+def _matrices(
+    model: ModelSpec, names: Naming, path: str, matrices: Matrices, role: Role, width: int
+) -> Iterator[Tensor]:
+    """Matrices of attention, or of a feed-forward network of ``width``, with their biases."""
+    shapes = _shapes(model, width)
+    for kind, name in matrices:
+        rows, columns, bias, tp = shapes[kind]
+        if not columns:  # a norm
+            yield Tensor(f"{path}{name}.weight", (rows,), "norm")
+            continue
+        shape, dim = (rows, columns), tp
+        if names.transposed:
+            shape, dim = (columns, rows), None if tp is None else 1 - tp
+        yield Tensor(f"{path}{name}.weight", shape, role, _splits(tp=dim))
         if bias:
-            yield Tensor(f"{name}.bias", (rows,), role)
-        if model.qk_norm and name.endswith("o_proj"):
-            yield Tensor(f"{attention}.q_norm.weight", (model.head_size,), "norm")
-            yield Tensor(f"{attention}.k_norm.weight", (model.head_size,), "norm")
-    yield Tensor("model.layers.0.input_layernorm.weight", (model.hidden,), "norm")
-    yield Tensor("model.layers.0.post_attention_layernorm.weight", (model.hidden,), "norm")
+            yield Tensor(f"{path}{name}.bias", (rows,), role, _splits(tp=0 if tp == 0 else None))
+
+
+def _shapes(model: ModelSpec, width: int) -> dict[str, tuple[int, int, bool, int | None]]:
+    """Rows (outputs), columns (inputs), bias, and the dim that tp splits, by kind; a norm has no columns."""
+    h, query, key = model.hidden, model.heads * model.head_size, model.kv_heads * model.head_size
+    shapes: dict[str, tuple[int, int, bool, int | None]] = {
+        "query": (query, h, model.qkv_bias and model.mla is None, 0),
+        "key": (key, h, model.qkv_bias, 0),
+        "value": (key, h, model.qkv_bias, 0),
+        "qkv": (query + 2 * key, h, model.qkv_bias, 0),
+        "out": (h, query, model.out_bias, 1),
+        "gate": (width, h, model.mlp_bias, 0),
+        "up": (width, h, model.mlp_bias, 0),
+        "gate_up": (2 * width, h, model.mlp_bias, 0),
+        "down": (h, width, model.mlp_bias, 1),
+    }
+    if model.mla is not None:
+        q, kv = model.mla.q_rank, model.mla.kv_rank
+        shapes |= {
+            "query_down": (q, h, model.qkv_bias, None),
+            "query_norm": (q, 0, False, None),
+            "query_up": (query, q, False, 0),
+            "key_down": (kv + model.mla.rope_size, h, model.qkv_bias, None),
+            "key_norm": (kv, 0, False, None),
+            "key_up": (model.heads * (model.mla.nope_size + model.mla.value_size), kv, False, 0),
+            "mla_out": (h, model.heads * model.mla.value_size, model.out_bias, 1),
+        }
+    return shapes
+
+
+def _experts(model: ModelSpec, moe: Moe, names: Naming, path: str) -> Iterator[Tensor]:
+    """Router, routed experts (stacked: dim 0 is the expert) and shared experts of one layer."""
+    for part in names.moe_order:
+        if part == "experts":
+            yield from _stacked_experts(model, moe, names.transposed_experts, f"{path}experts.")
+        elif part == "router":
+            yield Tensor(f"{path}{names.router}.weight", (moe.experts, model.hidden), "router")
+            if moe.router_bias:
+                yield Tensor(f"{path}{names.router}.bias", (moe.experts,), "router")
+        elif part == "shared" and moe.shared_ffn:
+            shared = f"{path}{names.shared}."
+            yield from _matrices(model, names, shared, names.matrices, "shared_expert", moe.shared_ffn)
+        elif part == "shared_gate" and moe.shared_gate:
+            yield Tensor(f"{path}{names.shared}_gate.weight", (1, model.hidden), "shared_expert")
+
+
+def _stacked_experts(model: ModelSpec, moe: Moe, transposed: bool, path: str) -> Iterator[Tensor]:
+    shapes = {"gate_up_proj": (2 * moe.ffn, model.hidden, 1), "down_proj": (model.hidden, moe.ffn, 2)}
+    for name, (rows, columns, tp) in shapes.items():
+        shape = (moe.experts, columns, rows) if transposed else (moe.experts, rows, columns)
+        yield Tensor(f"{path}{name}", shape, "expert", _splits(tp=3 - tp if transposed else tp, ep=0))
+        if moe.expert_bias:
+            bias = _splits(tp=1 if tp == 1 else None, ep=0)
+            yield Tensor(f"{path}{name}_bias", (moe.experts, rows), "expert", bias)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,32 +10,38 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.errors import NothingFitsError
 from shardwright.job import Job
-from shardwright.layout import RECOMPUTE_KINDS, Layout, batches_that_work
+from shardwright.layout import RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout, batches_that_work
 from shardwright.model import ModelSpec
-from shardwright.plan.memory import Ledger, memory_ledger
-from shardwright.plan.step import StepTime, step_time
-from shardwright.plan.table import LayoutTable
+from shardwright.plan.memory import Ledger, device_memory, memory_ledger
+from shardwright.plan.schedule import order_fault
+from shardwright.plan.space import search_space
+from shardwright.plan.step import step_time
+from shardwright.plan.table import Floats, LayoutTable
 from shardwright.units import format_bytes
 
-FITS, FEWER_SAMPLES, GLOBAL_BATCH, CONSTRAINT, MEMORY = range(5)
-REASONS = ("fits", "fewer_samples_than_ranks", "global_batch", "constraint", "out_of_memory")
+FITS, FEWER_SAMPLES, GLOBAL_BATCH, CONSTRAINT, SCHEDULE, MEMORY = range(6)
+REASONS = ("fits", "fewer_samples_than_ranks", "global_batch", "constraint", "schedule", "out_of_memory")
 """Why a row is out, by code; the first that applies counts."""
+
+
+CHUNK_ROWS = 16_384
+"""Rows evaluated at once: above it columns fall out of the caches, below it numpy's calls dominate."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The table, the reason of every row, and the evaluated rows.
 
-    ``rows`` maps the evaluated rows back to the table; ``ledger`` and ``step`` have one entry for each of
-    them, and ``best`` indexes these, fastest first.
+    ``rows`` maps the evaluated rows back to the table; ``device`` (bytes of a device) and ``time`` (s of a
+    step) have one entry for each of them, and ``best`` indexes these: runnable rows first, then by time.
     """
 
     table: LayoutTable
+    layers: int
     reason: NDArray[np.int64]
-    evaluated: LayoutTable
     rows: NDArray[np.intp]
-    ledger: Ledger
-    step: StepTime
+    device: Floats
+    time: Floats
     best: NDArray[np.intp]
     search_time: float
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -46,28 +52,13 @@ class SearchResult:
         counts = np.bincount(self.reason, minlength=len(REASONS))
         return {REASONS[code]: int(n) for code, n in enumerate(counts) if n and code != FITS}
 
+    def evaluated(self, rows: Sequence[int] | NDArray[np.intp]) -> LayoutTable:
+        """The table of some evaluated rows."""
+        return self.table.take(self.rows[np.asarray(rows, dtype=np.intp)]).wide()
 
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def search_space(job: Job, ranks: int) -> LayoutTable:
-    """Every layout of ``ranks`` data ranks: degrees, ZeRO stage, microbatch and recomputation.
-
-    Where the ranks cannot share the global batch, the rows stand with a microbatch of 1, to be counted.
-    """
-    share = job.global_batch // ranks if job.global_batch % ranks == 0 else 0
-    micro_batches = divisors(share) if share else [1]
-    rows = [
-        (ranks // shard, shard, stage, b, max(share // b, 1), kind)
-        for shard in divisors(ranks)
-        for stage in ((1, 2, 3) if shard > 1 else (0,))
-        for b in micro_batches
-        for kind in range(len(RECOMPUTE_KINDS))
-    ]
-    return LayoutTable(*np.array(rows, dtype=np.int64).T)
+    def layout(self, row: int) -> Layout:
+        """One evaluated row."""
+        return self.table.layout(int(self.rows[row]), self.layers)
 
 
 def search(
@@ -82,27 +73,49 @@ def search(
     ``fixed``: allowed values of columns of the table. ``max_memory``: bytes of a device to use at most.
     """
     start = time.perf_counter()
-    table = search_space(job, cluster.ranks)
+    table = search_space(model, job, cluster.ranks)
+    reason = _reasons(job, table, fixed or {})
+    rows = np.flatnonzero(reason == FITS)
+    device, seconds = np.empty(len(rows)), np.empty(len(rows))
+    for first in range(0, len(rows), CHUNK_ROWS):
+        part = slice(first, first + CHUNK_ROWS)
+        chunk = table.take(rows[part]).wide()
+        device[part] = device_memory(model, job, cluster.device, chunk)
+        seconds[part] = step_time(model, job, cluster, chunk).time
+    limit = min(cluster.device.memory, max_memory or np.inf)
+    too_large = device > limit
+    reason[rows[too_large]] = MEMORY
+    fitting = np.flatnonzero(~too_large)
+    modelled = ~runnable_rows(table.take(rows[fitting]))
+    best = fitting[np.lexsort((device[fitting], seconds[fitting], modelled))]
+    notes = _notes(job, cluster, table, reason) | _constraint_note(table, reason, fixed or {})
+    result = SearchResult(table, model.layers, reason, rows, device, seconds, best, 0.0, notes)
+    if too_large.any():
+        notes[REASONS[MEMORY]] = _memory_note(model, job, cluster, result, limit)
+    return replace(result, search_time=time.perf_counter() - start)
+
+
+def _reasons(job: Job, table: LayoutTable, fixed: Mapping[str, Sequence[int]]) -> NDArray[np.int64]:
+    """Why each row is out before anything is evaluated; FITS where it is not."""
     reason = np.full(table.rows, FITS, dtype=np.int64)
     _mask(reason, table.dp > job.global_batch, FEWER_SAMPLES)
     reaches = table.dp * table.micro_batch * table.microbatches == job.global_batch
     _mask(reason, ~reaches, GLOBAL_BATCH)
-    for column, allowed in (fixed or {}).items():
+    for column, allowed in fixed.items():
         _mask(reason, ~np.isin(getattr(table, column), list(allowed)), CONSTRAINT)
-    rows = np.flatnonzero(reason == FITS)
-    evaluated = table.take(rows)
-    ledger = memory_ledger(model, job, cluster.device, evaluated)
-    step = step_time(model, job, cluster, evaluated)
-    limit = min(cluster.device.memory, max_memory or np.inf)
-    too_large = ledger.device > limit
-    reason[rows[too_large]] = MEMORY
-    order = np.lexsort((ledger.device, step.time))
-    best = order[~too_large[order]]
-    return SearchResult(
-        table, reason, evaluated, rows, ledger, step, best, time.perf_counter() - start,
-        notes=_notes(job, cluster, reason, evaluated, ledger, limit)
-        | _constraint_note(table, reason, fixed or {}),
-    )  # fmt: skip
+    piped = reason == FITS
+    piped[piped] = table.pp[piped] > 1
+    for code in np.unique(table.schedule[piped]):
+        mine = piped & (table.schedule == code)
+        part = table.take(mine)
+        out = order_fault(SCHEDULE_NAMES[code], part.pp, part.chunks, part.microbatches) > 0
+        reason[np.flatnonzero(mine)[out]] = SCHEDULE
+    return reason
+
+
+def runnable_rows(table: LayoutTable) -> NDArray[np.bool_]:
+    """Rows that the runtime can execute, as far as the layout decides it."""
+    return np.asarray((table.pp == 1) & (table.cp == 1) & (table.tp == 1))
 
 
 def check_found(result: SearchResult) -> None:
@@ -117,29 +130,24 @@ def _mask(reason: NDArray[np.int64], out: NDArray[np.bool_], code: int) -> None:
     reason[out & (reason == FITS)] = code
 
 
-def _notes(
-    job: Job,
-    cluster: Cluster,
-    reason: NDArray[np.int64],
-    evaluated: LayoutTable,
-    ledger: Ledger,
-    limit: float,
-) -> dict[str, str]:
-    """One sentence for each reason that put rows out, with the way out."""
+def _notes(job: Job, cluster: Cluster, table: LayoutTable, reason: NDArray[np.int64]) -> dict[str, str]:
+    """One sentence for each reason of the batch that put rows out, with the way out."""
     present = set(np.unique(reason).tolist())
     notes = {}
+    least = int(table.dp.min())
     if FEWER_SAMPLES in present:
         notes[REASONS[FEWER_SAMPLES]] = (
-            f"{cluster.ranks} ranks each need a sequence but global_batch={job.global_batch}: "
-            f"use at most {job.global_batch} ranks or a global batch of at least {cluster.ranks}"
+            f"ranks with a sequence each outnumber global_batch={job.global_batch}, of {cluster.ranks} ranks "
+            f"at least {least}: use at most {job.global_batch} data ranks or a larger global batch"
         )
     if GLOBAL_BATCH in present:
         near = " or ".join(str(batch) for batch in batches_that_work(cluster.ranks, 1, job.global_batch))
         notes[REASONS[GLOBAL_BATCH]] = (
-            f"{cluster.ranks} ranks do not divide global_batch={job.global_batch}: use {near}"
+            f"the data ranks do not divide global_batch={job.global_batch}: {cluster.ranks} of them "
+            f"reach {near}"
         )
-    if MEMORY in present:
-        notes[REASONS[MEMORY]] = _memory_note(evaluated, ledger, limit)
+    if SCHEDULE in present:
+        notes[REASONS[SCHEDULE]] = "the schedule has no order for that many microbatches, stages or chunks"
     return notes
 
 
@@ -166,20 +174,20 @@ def _choices(column: str, values: Sequence[int]) -> str:
     return " or ".join(RECOMPUTE_KINDS[v] if column == "recompute" else str(v) for v in values)
 
 
-def _memory_note(evaluated: LayoutTable, ledger: Ledger, limit: float) -> str:
+def _memory_note(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, limit: float) -> str:
     """How far the layouts that do not fit are from fitting: the nearest and the farthest."""
-    device = ledger.device
-    out = np.flatnonzero(device > limit)
-    near, far = out[np.argmin(device[out])], out[np.argmax(device[out])]
-    note = (
-        f"more than {format_bytes(limit)} a device; nearest {describe_miss(evaluated, ledger, near, limit)}"
-    )
-    return note if near == far else f"{note}; farthest {describe_miss(evaluated, ledger, far, limit)}"
+    out = np.flatnonzero(result.device > limit)
+    ends = dict.fromkeys([int(out[np.argmin(result.device[out])]), int(out[np.argmax(result.device[out])])])
+    misses = []
+    for row in ends:
+        ledger = memory_ledger(model, job, cluster.device, result.evaluated([row]))
+        misses.append(describe_miss(result.layout(row), ledger, 0, limit))
+    sides = zip(("nearest", "farthest"), misses, strict=False)
+    return f"more than {format_bytes(limit)} a device; " + "; ".join(f"{side} {miss}" for side, miss in sides)
 
 
-def describe_miss(evaluated: LayoutTable, ledger: Ledger, row: int, limit: float) -> str:
+def describe_miss(layout: Layout, ledger: Ledger, row: int, limit: float) -> str:
     """A layout that does not fit: what it needs, how much too much, and its largest term."""
-    layout: Layout = evaluated.layout(int(row))
     terms = {
         "parameters": ledger.parameters[row],
         "optimizer": ledger.optimizer[row],

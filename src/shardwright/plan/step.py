@@ -1,8 +1,10 @@
-"""Time of one optimizer step: computation, exposed communication by axis, optimizer.
+"""Time of one optimizer step: computation, bubble, exposed communication by axis, optimizer.
 
-Communication runs beside computation as torch's ``fully_shard`` issues it: the next unit's all-gather under
-the forward of this one; in backward the next all-gather and this unit's reduce-scatter under the next block.
-What the device cannot overlap (``Device.overlap``) is exposed.
+Communication of the shard axes runs beside computation as torch's ``fully_shard`` issues it: the next unit's
+all-gather under the forward of this one; in backward the next all-gather and this unit's reduce-scatter under
+the next block. In a pipeline gradients are reduced when the schedule is through, so nothing hides them. tp is
+exposed; a ring of keys and values hides under attention. What the device cannot overlap
+(``Device.overlap``) is exposed.
 """
 
 from collections.abc import Mapping
@@ -13,24 +15,37 @@ import numpy as np
 from shardwright.axes import joined_axis
 from shardwright.cluster import Cluster
 from shardwright.job import Job
-from shardwright.layout import RECOMPUTE_KINDS
+from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS, SCHEDULE_NAMES
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
-from shardwright.plan.collectives import Placement, ring_time
+from shardwright.plan.bubble import RankTimes, makespan_bubble
+from shardwright.plan.collectives import Placement, Route, ring_time
 from shardwright.plan.compute import (
+    BlockTimes,
     block_times,
     embedding_times,
     head_times,
     model_flops_per_token,
     optimizer_time_per_parameter,
 )
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
+from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
+from shardwright.plan.shards import UnitElements, unit_elements
+from shardwright.plan.stages import slowest_blocks
 from shardwright.plan.table import Floats, LayoutTable
-from shardwright.plan.traffic import scalar_flows
+from shardwright.plan.traffic import (
+    RING_SHARE,
+    Flow,
+    context_rounds,
+    keys_and_values,
+    scalar_flows,
+    shard_axis,
+    tp_rounds,
+    traded_heads,
+)
 
 
 class StepTime(NamedTuple):
-    """Seconds of one step, a row a layout. ``bubble`` is idle time of a pipeline; without one, 0."""
+    """Seconds of one step, a row a layout. ``bubble`` is idle time of a pipeline rank; without one, 0."""
 
     compute: Floats
     bubble: Floats
@@ -51,43 +66,74 @@ class _UnitTimes(NamedTuple):
     replicate: Floats
 
 
+class _Block(NamedTuple):
+    """Seconds of one block of one microbatch: computation, and exposed communication inside it."""
+
+    forward: Floats
+    backward: Floats
+    weight_gradients: Floats  # of backward
+    tp: Floats  # forward and backward
+    cp: Floats
+
+
 def placements(table: LayoutTable) -> dict[str, Placement]:
-    """Where the groups of each axis lie, and of the data axes joined: dp_shard is innermost."""
-    adjacent = np.ones_like(table.dp_shard)
-    return {
-        "dp_shard": Placement(table.dp_shard, adjacent),
-        "dp_replicate": Placement(table.dp_replicate, table.dp_shard),
-        joined_axis(("dp_replicate", "dp_shard")): Placement(table.dp, adjacent),
-    }
+    """Where the groups of each axis lie, tp innermost; and of the shard axes and the data axes joined."""
+    stride = {"tp": np.ones_like(table.tp)}
+    stride["cp"] = table.tp
+    stride["dp_shard"] = stride["cp"] * table.cp
+    stride["dp_replicate"] = stride["dp_shard"] * table.dp_shard
+    stride["pp"] = stride["dp_replicate"] * table.dp_replicate
+    places = {axis: Placement(getattr(table, axis), stride[axis]) for axis in stride}
+    shard = shard_axis(table)
+    places[shard] = Placement(table.shard, stride["cp"])
+    places[joined_axis(("dp_replicate", shard))] = Placement(table.dp * table.cp, stride["cp"])
+    return places
 
 
 def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) -> StepTime:
     """The step of every row of ``table``."""
-    device, layers = cluster.device, model.layers
-    tokens = np.asarray(table.micro_batch * job.seq, dtype=np.float64)
-    block = block_times(model, job, device)
-    again = np.array([0.0, block.recompute_selective, block.recompute_full])[table.recompute]
-    assert RECOMPUTE_KINDS == ("none", "selective", "full")
-    forward, backward = tokens * block.forward, tokens * (block.backward + again)
-    ends = head_times(model, job, device), embedding_times(model, job, device)
-    outside = tokens * sum(sum(pair) for pair in ends)
-    compute = table.microbatches * (layers * (forward + backward) + outside)
-    units = _units(model, job, cluster, table)
-    head_backward = tokens * ends[0][1]
-    exposed = _scalar_times(cluster, table)
-    exposed["dp_shard"] += _exposed_shard(
-        table, layers, units, forward, backward, head_backward, device.overlap
+    device = cluster.device
+    routes = {axis: place.route(cluster) for axis, place in placements(table).items()}
+    tokens = table.micro_batch * job.seq / table.cp
+    block = _block(model, job, cluster, table, routes, tokens)
+    blocks = slowest_blocks(table, model.layers)
+    head = [tokens * part for part in head_times(model, job, device, table.tp)]
+    embedding = [tokens * part for part in embedding_times(model, job, device)]
+    # a pipeline's ends have fewer layers where that pays, or are the slowest ranks themselves
+    ends = [one + other for one, other in zip(head, embedding, strict=True)]
+    relief = np.where(table.pp > 1, table.ends, 0)
+    inside = block.forward + block.backward + block.tp + block.cp
+    extra = np.maximum(sum(ends) - relief * inside, 0.0)
+    microbatch = blocks * (block.forward + block.backward) + extra
+    shard = shard_axis(table)
+    exposed = _scalar_times(table, routes)
+    m = table.microbatches
+    exposed["tp"] = exposed.get("tp", 0.0) + m * (
+        blocks * block.tp + _tp_ends(model, job, table, routes, tokens)
     )
-    exposed["dp_replicate"] += _exposed_replicate(layers, units, backward, device.overlap)
-    resting = np.zeros(table.rows)
-    for unit in parameter_table(model).units:
-        resting += unit.copies * unit.shard_numel(table.dp_shard)
+    exposed["cp"] = m * blocks * block.cp
+    elements = unit_elements(model, table)
+    units = _units(model, job, routes, shard, elements)
+    exposed[shard] = exposed[shard] + _exposed_shard(table, blocks, units, block, head[1], device.overlap)
+    exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
+        table, blocks, units, block, device.overlap
+    )
+    resting = blocks * elements[BLOCK].shard + np.where(table.pp > 1, 0.5, 1.0) * (
+        elements[HEAD].shard + elements[EMBEDDING].shard
+    )
     return StepTime(
-        compute=compute,
-        bubble=np.zeros(table.rows),
+        compute=m * microbatch,
+        bubble=_bubble(model, job, table, routes, blocks, block, microbatch, tokens),
         exposed=exposed,
         optimizer=resting * optimizer_time_per_parameter(job, device),
     )
+
+
+def flow_time(flow: Flow, route: Route) -> Floats:
+    """How long a flow keeps its link busy [s]."""
+    if flow.collective == "send":
+        return flow.launches * route.hop + flow.payload_bytes * route.hop_per_byte
+    return ring_time(flow.payload_bytes, flow.launches, RING_SHARE[flow.collective], route)
 
 
 def tokens_per_second_per_device(job: Job, cluster: Cluster, time: Floats) -> Floats:
@@ -101,86 +147,188 @@ def mfu(model: ModelSpec, job: Job, cluster: Cluster, time: Floats) -> Floats:
     return np.asarray(flops / (time * cluster.ranks * cluster.device.peak(job.precision)))
 
 
-def _units(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) -> dict[str, _UnitTimes]:
-    """Times of each kind of unit.
-
-    Tied embeddings stand as EMBEDDING: gathered for the look-up, their gradient whole after its backward.
-    """
-    units = {kind: _unit_times(model, job, cluster, table, kind) for kind in (EMBEDDING, BLOCK, HEAD)}
-    if model.tied_embeddings:
-        units[EMBEDDING], units[HEAD] = units[HEAD], units[EMBEDDING]
-    return units
-
-
-def _unit_times(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable, kind: str) -> _UnitTimes:
-    unit = parameter_table(model).unit(kind)
-    groups = placements(table)
-    numel = unit.shard_numel(table.dp_shard) if unit.tensors else np.zeros(table.rows)
-    launches = np.where(numel > 0, 1, 0)
-    element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
-    padded = numel * table.dp_shard
-    return _UnitTimes(
-        gather=ring_time(element * padded, launches, 1, groups["dp_shard"], cluster),
-        reduce=ring_time(wide * padded, launches, 1, groups["dp_shard"], cluster),
-        replicate=ring_time(wide * numel, launches, 2, groups["dp_replicate"], cluster),
-    )
-
-
 def _beyond(communication: Floats, computation: Floats, overlap: float) -> Floats:
     """Part of ``communication`` that ``computation`` does not hide."""
     return np.maximum(communication - overlap * np.minimum(communication, computation), 0.0)
 
 
+# Inside a block
+
+
+def _block(
+    model: ModelSpec,
+    job: Job,
+    cluster: Cluster,
+    table: LayoutTable,
+    routes: Mapping[str, Route],
+    tokens: Floats,
+) -> _Block:
+    by_sequence = np.where(table.sp == 1, table.tp, 1)
+    times: BlockTimes = block_times(model, job, cluster.device, table.tp, by_sequence)
+    assert RECOMPUTE_KINDS == ("none", "selective", "full")
+    again = np.choose(
+        table.recompute, [np.zeros(table.rows), times.recompute_selective, times.recompute_full]
+    )
+    rounds = tp_rounds(table)
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
+    tp = np.where(table.tp > 1, ring_time(rounds.forward + rounds.backward, 0, 1, routes["tp"]) * vector, 0.0)
+    tp = tp + np.where(table.tp > 1, (rounds.forward + rounds.backward) * routes["tp"].latency, 0.0)
+    return _Block(
+        forward=tokens * times.forward,
+        backward=tokens * (times.backward + again),
+        weight_gradients=tokens * times.weight_gradients,
+        tp=tp,
+        cp=_context_time(model, job, table, routes["cp"], tokens, times.attention, cluster.device.overlap),
+    )
+
+
+def _context_time(
+    model: ModelSpec,
+    job: Job,
+    table: LayoutTable,
+    route: Route,
+    tokens: Floats,
+    attention: Floats,
+    overlap: float,
+) -> Floats:
+    """Exposed time of context parallelism in one block: a ring hides under attention, the others do not."""
+    rounds = context_rounds(table, job.precision)
+    payload = keys_and_values(model, job.precision, table, tokens) * table.cp
+    passes = [ring_time(part * payload, part, 1, route) for part in (rounds.forward, rounds.backward)]
+    ring = _beyond(passes[0], tokens * attention, overlap)
+    ring = ring + _beyond(passes[1], 2.5 * tokens * attention, overlap)
+    trades = traded_heads(model, job.precision, table, tokens)
+    traded = ring_time(
+        rounds.trades * trades, 4 * rounds.trades, 1, route._replace(latency=route.latency / table.cp)
+    )
+    kinds = [np.zeros(table.rows), ring, passes[0] + passes[1], traded]
+    assert CONTEXT_KINDS == ("none", "ring", "all_gather", "ulysses")
+    return np.choose(table.cp_kind, kinds)
+
+
+def _tp_ends(
+    model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route], tokens: Floats
+) -> Floats:
+    """Exposed tp time of embedding, head and loss for one microbatch; a pipeline's ends share it."""
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
+    loss = 3 * WIDE_BYTES[job.precision] * tokens
+    time = ring_time(4 * vector + 2 * loss, 4 + 6, 1, routes["tp"])
+    return np.where(table.tp > 1, time / np.where(table.pp > 1, 2, 1), 0.0)
+
+
+def _bubble(
+    model: ModelSpec,
+    job: Job,
+    table: LayoutTable,
+    routes: Mapping[str, Route],
+    blocks: Floats,
+    block: _Block,
+    microbatch: Floats,
+    tokens: Floats,
+) -> Floats:
+    """Idle time of a pipeline rank: the closed form of each schedule, for the slowest rank's times."""
+    if not (table.pp > 1).any():
+        return np.zeros(table.rows)
+    inner = block.tp + block.cp
+    busy = microbatch + blocks * inner
+    forward = (
+        blocks
+        * (block.forward + inner / 2)
+        * busy
+        / np.maximum(blocks * (block.forward + block.backward + inner), 1e-30)
+    )
+    weight = blocks * block.weight_gradients
+    by_sequence = np.where(table.sp == 1, table.tp, 1)
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens / by_sequence
+    hop = np.where(table.pp > 1, routes["pp"].hop + vector * routes["pp"].hop_per_byte, 0.0)
+    idle = np.zeros(table.rows)
+    for code in np.unique(table.schedule[table.pp > 1]):
+        rows = (table.schedule == code) & (table.pp > 1)
+        times = RankTimes(forward[rows], (busy - forward - weight)[rows], weight[rows], hop[rows])
+        idle[rows] = makespan_bubble(
+            SCHEDULE_NAMES[code], table.pp[rows], table.chunks[rows], table.microbatches[rows], times
+        )
+    return idle
+
+
+# Shard and replicate axes
+
+
+def _units(
+    model: ModelSpec, job: Job, routes: Mapping[str, Route], shard: str, elements: Mapping[str, UnitElements]
+) -> dict[str, _UnitTimes]:
+    """Times of each kind of unit.
+
+    Tied embeddings stand as EMBEDDING: gathered for the look-up, their gradient whole after its backward.
+    """
+    units = {kind: _unit_times(job, routes, shard, unit) for kind, unit in elements.items()}
+    if model.tied_embeddings:
+        units[EMBEDDING], units[HEAD] = units[HEAD], units[EMBEDDING]
+    return units
+
+
+def _unit_times(job: Job, routes: Mapping[str, Route], shard: str, unit: UnitElements) -> _UnitTimes:
+    launches = np.where(unit.shard > 0, 1, 0)
+    element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
+    return _UnitTimes(
+        gather=ring_time(element * unit.padded, launches, 1, routes[shard]),
+        reduce=ring_time(wide * unit.padded, launches, 1, routes[shard]),
+        replicate=ring_time(wide * unit.shard, launches, 2, routes["dp_replicate"]),
+    )
+
+
 def _exposed_shard(
     table: LayoutTable,
-    layers: int,
+    blocks: Floats,
     units: Mapping[str, _UnitTimes],
-    forward: Floats,
-    backward: Floats,
+    times: _Block,
     head_backward: Floats,
     overlap: float,
 ) -> Floats:
-    """Exposed time on dp_shard: gathers of each forward pass, gathers and reductions of each backward pass.
+    """Exposed time on the shard axes: gathers of each forward pass, gathers and reductions of each backward.
 
     Backward, a block hides the reduction of the unit before it and, in stage 3, the gather of the one after.
     """
     embedding, block, head = units[EMBEDDING], units[BLOCK], units[HEAD]
+    forward, backward = times.forward, times.backward
     stage, m = table.zero_stage, table.microbatches
     first = embedding.gather + block.gather  # nothing runs yet that could hide them
-    gathers = (
-        first
-        + (layers - 1) * _beyond(block.gather, forward, overlap)
-        + _beyond(head.gather, forward, overlap)
-    )
+    gathers = first + (blocks - 1) * _beyond(block.gather, forward, overlap)
+    gathers = gathers + _beyond(head.gather, forward, overlap)
     last = block.reduce + embedding.reduce  # after the last block only the embedding's gradient is left
     reductions = _beyond(head.reduce, backward, overlap)
-    reductions = reductions + (layers - 1) * _beyond(block.reduce, backward, overlap)
-    stage3 = _beyond(block.gather, head_backward, overlap)
-    if layers == 1:
-        stage3 = stage3 + _beyond(head.reduce, backward, overlap)
-    else:  # first block to run backward, those between, last
-        stage3 = stage3 + _beyond(head.reduce + block.gather, backward, overlap)
-        stage3 = stage3 + (layers - 2) * _beyond(block.reduce + block.gather, backward, overlap)
-        stage3 = stage3 + _beyond(block.reduce, backward, overlap)
+    reductions = reductions + (blocks - 1) * _beyond(block.reduce, backward, overlap)
+    alone = _beyond(head.reduce, backward, overlap)
+    several = _beyond(
+        head.reduce + block.gather, backward, overlap
+    )  # first to run backward, those between, last
+    several = several + np.maximum(blocks - 2, 0) * _beyond(block.reduce + block.gather, backward, overlap)
+    several = several + _beyond(block.reduce, backward, overlap)
+    stage3 = _beyond(block.gather, head_backward, overlap) + np.where(blocks == 1, alone, several)
     per_step = gathers + np.where(stage == 2, m, 1) * (reductions + last)
     per_microbatch = gathers + stage3 + last
-    return np.where(table.dp_shard > 1, np.where(stage == 3, m * per_microbatch, per_step), 0.0)
+    piped = gathers + blocks * block.reduce + np.maximum(head.reduce, embedding.reduce)
+    flat = np.where(stage == 3, m * per_microbatch, per_step)
+    return np.where(table.shard > 1, np.where(table.pp > 1, piped, flat), 0.0)
 
 
 def _exposed_replicate(
-    layers: int, units: Mapping[str, _UnitTimes], backward: Floats, overlap: float
+    table: LayoutTable, blocks: Floats, units: Mapping[str, _UnitTimes], times: _Block, overlap: float
 ) -> Floats:
-    """Exposed time on dp_replicate: one all-reduce of each unit, under the last microbatch's backward."""
+    """Exposed time on dp_replicate: one all-reduce of each unit, under the last microbatch's backward; in a
+    pipeline after it."""
     embedding, block, head = units[EMBEDDING], units[BLOCK], units[HEAD]
-    beyond = _beyond(head.replicate, backward, overlap)
-    beyond = beyond + (layers - 1) * _beyond(block.replicate, backward, overlap)
-    return beyond + block.replicate + embedding.replicate
+    beyond = _beyond(head.replicate, times.backward, overlap)
+    beyond = beyond + (blocks - 1) * _beyond(block.replicate, times.backward, overlap)
+    piped = blocks * block.replicate + np.maximum(head.replicate, embedding.replicate)
+    flat = beyond + block.replicate + embedding.replicate
+    return np.where(table.dp_replicate > 1, np.where(table.pp > 1, piped, flat), 0.0)
 
 
-def _scalar_times(cluster: Cluster, table: LayoutTable) -> dict[str, Floats]:
+def _scalar_times(table: LayoutTable, routes: Mapping[str, Route]) -> dict[str, Floats]:
     """Token count, loss and norm, small all-reduces that nothing hides, by axis."""
-    groups = placements(table)
-    return {
-        flow.axis: ring_time(flow.payload_bytes, flow.launches, 2, groups[flow.axis], cluster)
-        for flow in scalar_flows(table)
-    }
+    times: dict[str, Floats] = {shard_axis(table): np.zeros(table.rows), "dp_replicate": np.zeros(table.rows)}
+    for flow in scalar_flows(table):
+        time = ring_time(flow.payload_bytes, flow.launches, 2, routes[flow.axis])
+        times[flow.axis] = times.get(flow.axis, 0.0) + time
+    return times

@@ -1,6 +1,7 @@
 """What commands print for people. Every function takes what the ``--json`` of its command holds."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,11 +57,14 @@ def _table(title: str, *columns: str, text_columns: int = 1) -> Table:
 
 
 def params_report(document: Mapping[str, Any]) -> RenderableType:
-    """Parameters of a model: total, and by tensor of the first layer."""
+    """Parameters of a model: total, and by tensor of the first layer that has it."""
     table = _table("tensors (of the first layer)", "name", "role", "shape", "parameters", text_columns=3)
+    seen = set()
     for tensor in document["tensors"]:
-        if ".layers." in tensor["name"] and ".layers.0." not in tensor["name"]:
+        kind = (re.sub(r"\.\d+\.", ".N.", tensor["name"], count=1), *tensor["shape"])
+        if kind in seen:
             continue
+        seen.add(kind)
         numel = 1
         for size in tensor["shape"]:
             numel *= size
@@ -68,6 +72,10 @@ def params_report(document: Mapping[str, Any]) -> RenderableType:
     head = (
         f"{document['model']}: {document['parameters']:,} parameters ({format_count(document['parameters'])})"
     )
+    if (active := document.get("active_parameters", document["parameters"])) != document["parameters"]:
+        head += f", {active:,} active for a token ({format_count(active)})"
+    if mtp := document.get("mtp_parameters", 0):
+        head += f"; besides, multi-token prediction: {mtp:,} ({format_count(mtp)})"
     return Group(Text(head, style="bold"), table)
 
 

@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwright.axes import MESH_ORDER, joined_axis
+from shardwright.axes import DATA_AXES, joined_axis
 from shardwright.layout import Layout
-
-DATA_AXES = ("dp_replicate", "dp_shard")
-"""Axes along which ranks hold different sequences."""
 
 
 class RankMesh(NamedTuple):
@@ -33,7 +30,7 @@ class RankMesh(NamedTuple):
 
     def axes(self) -> tuple[DeviceMesh, ...]:
         """One mesh for every axis, and the joined one."""
-        return (*(self.root[name] for name in MESH_ORDER), self.data)
+        return (*(self.root[name] for name in DATA_AXES), self.data)
 
 
 def build_mesh(layout: Layout, device_type: str) -> RankMesh:
@@ -41,8 +38,8 @@ def build_mesh(layout: Layout, device_type: str) -> RankMesh:
 
     The joined axis is named after the data axes of more than one rank.
     """
-    degrees = tuple(getattr(layout, axis) for axis in MESH_ORDER)
-    root = init_device_mesh(device_type, degrees, mesh_dim_names=MESH_ORDER)
+    degrees = tuple(getattr(layout, axis) for axis in DATA_AXES)
+    root = init_device_mesh(device_type, degrees, mesh_dim_names=DATA_AXES)
     wide = tuple(axis for axis in DATA_AXES if getattr(layout, axis) > 1)
     if len(wide) > 1:
         return RankMesh(root, root[wide]._flatten(joined_axis(wide)))

@@ -20,14 +20,8 @@ from shardwright.cluster import cluster_of, usable_cores
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import preset
-from shardwright.plan.memory import device_memory
-from shardwright.plan.search import search
-from shardwright.plan.space import search_space
-from shardwright.plan.step import step_time
-from shardwright.plan.table import LayoutTable
 
 REPEATS = 3
-TABLE_ROWS = 16_384
 
 
 def best_time(function: Callable[[], Any]) -> float:
@@ -40,21 +34,29 @@ def best_time(function: Callable[[], Any]) -> float:
     return min(times)
 
 
+def search_figures(model_name: str, ranks: int, global_batch: int) -> dict[str, float]:
+    """One whole search on one core: rows, of which evaluated (memory and step time both), and time.
+
+    In a process of its own, so that the peak of its memory is its own.
+    """
+    code = (
+        "import json, resource; from shardwright.cluster import cluster_of; from shardwright.job import Job;"
+        "from shardwright.model import preset; from shardwright.plan.search import search;"
+        f"model, job = preset({model_name!r}), Job(seq=8192, global_batch={global_batch});"
+        f"found = search(model, job, cluster_of('h100-sxm', {ranks}));"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024;"
+        "print(json.dumps({'rows': found.table.rows, 'evaluated': len(found.rows), 's': found.search_time,"
+        " 'layouts_per_s': len(found.rows) / found.search_time, 'host_memory_bytes': peak}))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    figures: dict[str, float] = json.loads(output)
+    return {f"search_{model_name}_on_{ranks}_{name}": value for name, value in figures.items()}
+
+
 def search_rate() -> dict[str, float]:
-    """Layouts a second, memory and step time both computed, on one core; and one whole search."""
-    model, job = preset("llama-3.1-70b"), Job(seq=8192, global_batch=1024)
-    cluster = cluster_of("h100-sxm", 64)
-    space = search_space(model, job, 64).wide()
-    table = LayoutTable(*(np.resize(column, TABLE_ROWS) for column in space))
-
-    def evaluate() -> None:
-        device_memory(model, job, cluster.device, table)
-        step_time(model, job, cluster, table)
-
-    return {
-        "layouts_per_s": TABLE_ROWS / best_time(evaluate),
-        "search_70b_on_64_s": best_time(lambda: search(model, job, cluster)),
-    }
+    """Searches of a small, a middling and the largest space."""
+    cases = (("llama-3.1-8b", 8, 128), ("llama-3.1-70b", 64, 128), ("llama-3.1-405b", 16384, 2048))
+    return {name: value for case in cases for name, value in search_figures(*case).items()}
 
 
 def dry_run_figures() -> dict[str, float]:

@@ -4,23 +4,35 @@ import io
 import json
 import sys
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import RenderableType
 
 from shardwright import __version__
+from shardwright import cli_options as opt
 from shardwright.cluster import Cluster, cluster_of, device, device_names, usable_cores
-from shardwright.errors import AnswerIsNo, ClusterError, JobError, MissingExtraError, ShardwrightError
+from shardwright.errors import (
+    AnswerIsNo,
+    ClusterError,
+    JobError,
+    LayoutError,
+    MissingExtraError,
+    ShardwrightError,
+)
 from shardwright.hf_config import model_from
 from shardwright.job import Job
-from shardwright.layout import RECOMPUTE_KINDS, check_runnable
+from shardwright.layout import check_runnable, not_runnable_reasons
 from shardwright.model import ModelSpec, preset, preset_names
-from shardwright.planfile import load_plan, save_plan
+from shardwright.planfile import Plan, load_plan, save_plan
 from shardwright.report import terminal
+from shardwright.report.explain import explain_report
+from shardwright.report.plan import plan_report, why_report
 from shardwright.units import BANDWIDTH, HOUR, TIME, parse_count, parse_quantity
+
+if TYPE_CHECKING:
+    from shardwright.plan.finding import Ranking
 
 app = typer.Typer(
     name="shardwright",
@@ -33,114 +45,6 @@ app = typer.Typer(
 T = TypeVar("T")
 
 LEDGER_DIFFERS = "the ledger and the program differ: see the rows that are not ok"
-
-
-class Precision(StrEnum):
-    """Choices of --precision."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
-    fp64 = "fp64"
-
-
-class OptimizerName(StrEnum):
-    """Choices of --optimizer."""
-
-    adamw = "adamw"
-    sgd = "sgd"
-    sgd_momentum = "sgd_momentum"
-    adamw_8bit = "adamw_8bit"
-    adafactor = "adafactor"
-    muon = "muon"
-
-
-class AccountingName(StrEnum):
-    """Choices of --accounting."""
-
-    fsdp2 = "fsdp2"
-    zero = "zero"
-    megatron = "megatron"
-    pure_bf16 = "pure_bf16"
-
-
-class RecomputeKind(StrEnum):
-    """Choices of --recompute."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-ModelArgument = Annotated[str, typer.Argument(help="A preset name, a config.json, or a folder holding one.")]
-PlanArgument = Annotated[
-    Path, typer.Argument(help="A plan.toml, or a folder that holds one.", metavar="PLAN")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
-# Options of `plan`
-Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)]
-GlobalBatch = Annotated[int, typer.Option(help="Sequences of one optimizer step, over all ranks.", min=1)]
-Gpus = Annotated[int | None, typer.Option(help="Devices. Default: this machine's cores as CPU ranks.", min=1)]
-DeviceName = Annotated[
-    str | None, typer.Option("--device", help="Kind of device; see 'presets'. Default: cpu.")
-]
-GpusPerNode = Annotated[int | None, typer.Option(help="Devices of one fast-link domain.", min=1)]
-ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="A cluster.toml instead of --gpus and --device.")
-]
-PrecisionOption = Annotated[Precision | None, typer.Option(help="Arithmetic. Default: bf16, on CPU fp32.")]
-OptimizerOption = Annotated[OptimizerName, typer.Option(help="Optimizer.")]
-AccountingOption = Annotated[
-    AccountingName, typer.Option(help="Whose bytes per parameter to count; fsdp2 is what train does.")
-]
-Steps = Annotated[int, typer.Option(help="Optimizer steps of the job.", min=1)]
-LearningRate = Annotated[float, typer.Option(help="Peak learning rate.", min=0)]
-WarmupSteps = Annotated[int, typer.Option(help="Steps of linear warm-up.", min=0)]
-EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0 never evaluates.", min=0)]
-Seed = Annotated[int, typer.Option(help="Seed of weights and data order.", min=0)]
-Degree = Annotated[int | None, typer.Option(help="Fix this degree.", min=1)]
-ZeroStage = Annotated[int | None, typer.Option(help="Fix the ZeRO stage.", min=0, max=3)]
-MicroBatch = Annotated[int | None, typer.Option(help="Fix the sequences of a microbatch.", min=1)]
-RecomputeOption = Annotated[RecomputeKind | None, typer.Option(help="Fix what is recomputed.")]
-MaxMemory = Annotated[str | None, typer.Option(help='Use at most so much of a device, "70 GiB" for example.')]
-Top = Annotated[int, typer.Option(help="Layouts to show.", min=1)]
-Output = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", help="Write the best as a plan file; into a folder, as plan.toml."),
-]
-Measure = Annotated[bool, typer.Option(help="Measure this machine's CPU ranks first (2 s).")]
-
-# Options of `goodput`
-Tokens = Annotated[str, typer.Option(help='Tokens of the run, "15T" or "300B" for example.')]
-StepTime = Annotated[str | None, typer.Option(help="A measured step. Default: the plan's prediction.")]
-MtbfHours = Annotated[float | None, typer.Option(help="Hours between failures of one device.")]
-Failures = Annotated[
-    int | None, typer.Option("--interruptions", help="Failures of a job, over --days on --devices.", min=1)
-]
-Days = Annotated[float | None, typer.Option(help="Days over which --interruptions came.")]
-Devices = Annotated[int | None, typer.Option(help="Devices of the job they stopped.", min=1)]
-SaveTime = Annotated[str | None, typer.Option(help='Standstill of a checkpoint, "60 s" for example.')]
-StorageBandwidth = Annotated[
-    str | None, typer.Option(help='Of all devices together, to estimate it, "20 GB/s" for example.')
-]
-RestartTime = Annotated[str | None, typer.Option(help='From failure to checkpoint loaded, "10 min".')]
-Price = Annotated[float | None, typer.Option(help="Of a device-hour. Default: the cluster's, if it has one.")]
-
-# Options of `train` and `loop`
-DataOption = Annotated[
-    Path | None, typer.Option(help="A text file or a folder of them. Default: Python's standard library.")
-]
-Nproc = Annotated[
-    int | None,
-    typer.Option(help="Local ranks to start, outside torchrun. Default: all of the plan's.", min=1),
-]
-FewerSteps = Annotated[
-    int | None, typer.Option("--steps", help="Train so many steps instead of the plan's.", min=1)
-]
-RunFolder = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder of the run. Default: runs/<name>-<time>.")
-]
-Tensorboard = Annotated[bool, typer.Option(help="Write TensorBoard events into the run folder.")]
 
 
 def main() -> None:
@@ -191,7 +95,7 @@ def _options(
 
 
 @app.command()
-def params(model: ModelArgument, as_json: JsonOption = False) -> None:
+def params(model: opt.ModelArgument, as_json: opt.JsonOption = False) -> None:
     """Count a model's parameters and list its tensors."""
     from shardwright.hf_meta import counted
 
@@ -207,7 +111,7 @@ def params(model: ModelArgument, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def presets(as_json: JsonOption = False) -> None:
+def presets(as_json: opt.JsonOption = False) -> None:
     """List the models and devices shipped with shardwright."""
     from shardwright.plan.params import parameter_table
 
@@ -233,65 +137,102 @@ def presets(as_json: JsonOption = False) -> None:
 
 @app.command()
 def plan(
-    model: ModelArgument,
-    seq: Seq,
-    global_batch: GlobalBatch,
-    gpus: Gpus = None,
-    device_name: DeviceName = None,
-    gpus_per_node: GpusPerNode = None,
-    cluster_file: ClusterFile = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = OptimizerName.adamw,
-    accounting: AccountingOption = AccountingName.fsdp2,
-    steps: Steps = 1000,
-    learning_rate: LearningRate = 3e-4,
-    warmup_steps: WarmupSteps = 0,
-    eval_every: EvalEvery = 0,
-    seed: Seed = 0,
-    dp_replicate: Degree = None,
-    dp_shard: Degree = None,
-    zero: ZeroStage = None,
-    micro_batch: MicroBatch = None,
-    recompute: RecomputeOption = None,
-    max_memory: MaxMemory = None,
-    top: Top = 5,
-    output: Output = None,
-    measure: Measure = False,
-    as_json: JsonOption = False,
+    model: opt.ModelArgument,
+    seq: opt.Seq,
+    global_batch: opt.GlobalBatch,
+    gpus: opt.Gpus = None,
+    device_name: opt.DeviceName = None,
+    gpus_per_node: opt.GpusPerNode = None,
+    cluster_file: opt.ClusterFile = None,
+    precision: opt.PrecisionOption = None,
+    optimizer: opt.OptimizerOption = opt.OptimizerName.adamw,
+    accounting: opt.AccountingOption = opt.AccountingName.fsdp2,
+    steps: opt.Steps = 1000,
+    learning_rate: opt.LearningRate = 3e-4,
+    warmup_steps: opt.WarmupSteps = 0,
+    eval_every: opt.EvalEvery = 0,
+    seed: opt.Seed = 0,
+    tp: opt.Degree = None,
+    pp: opt.Degree = None,
+    cp: opt.Degree = None,
+    dp_replicate: opt.Degree = None,
+    dp_shard: opt.Degree = None,
+    sp: opt.Sp = None,
+    cp_kind: opt.CpKind = None,
+    schedule: opt.ScheduleOption = None,
+    chunks: opt.Chunks = None,
+    zero: opt.ZeroStage = None,
+    micro_batch: opt.MicroBatch = None,
+    recompute: opt.RecomputeOption = None,
+    max_memory: opt.MaxMemory = None,
+    runnable: opt.Runnable = False,
+    modelled: opt.Modelled = False,
+    why: opt.Why = None,
+    top: opt.Top = 5,
+    output: opt.Output = None,
+    measure: opt.Measure = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Find the fastest layout of a job that fits, and say why the others are out."""
-    from shardwright.plan import finding
+    from shardwright.plan.finding import find
+    from shardwright.plan.why import answer_why
 
     spec = model_from(model)
     cluster = _cluster(cluster_file, device_name, gpus, gpus_per_node)
+    numbers: dict[str, float] = {
+        "seq": seq,
+        "global_batch": global_batch,
+        "steps": steps,
+        "eval_every": eval_every,
+    }
+    numbers |= {"learning_rate": learning_rate, "warmup_steps": warmup_steps, "seed": seed}
+    names = {"accounting": accounting.value, "optimizer": optimizer.value}
     default = "fp32" if cluster.device.kind == "cpu" else "bf16"
-    job = Job.checked(
-        {
-            "seq": seq,
-            "global_batch": global_batch,
-            "steps": steps,
-            "precision": default if precision is None else precision.value,
-            "accounting": accounting.value,
-            "optimizer": optimizer.value,
-            "learning_rate": learning_rate,
-            "warmup_steps": warmup_steps,
-            "eval_every": eval_every,
-            "seed": seed,
-        }
-    )
+    job = Job.checked({**numbers, **names, "precision": default if precision is None else precision.value})
+    degrees = {"tp": tp, "pp": pp, "cp": cp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp}
+    fixed = {**degrees, "chunks": chunks, "zero_stage": zero, "micro_batch": micro_batch}
+    fixed |= _codes({"cp_kind": cp_kind, "schedule": schedule, "recompute": recompute})
+    ranking = _ranking(runnable, modelled)
     if measure:
         cluster = _measured(spec, job, cluster)
-    fixed = {
-        "dp_replicate": dp_replicate,
-        "dp_shard": dp_shard,
-        "zero_stage": zero,
-        "micro_batch": micro_batch,
-        "recompute": None if recompute is None else RECOMPUTE_KINDS.index(recompute.value),
+    search = (spec, job, cluster, fixed, max_memory, top, ranking)
+    if why is None:
+        found = find(*search)
+        _write(found.best, output)
+        _print(found.document, as_json, plan_report)
+        return
+    answer = answer_why(why, *search)
+    _write(answer.best, output)
+    _print(answer.document, as_json, why_report)
+    if answer.nothing is not None:
+        raise answer.nothing
+
+
+def _ranking(runnable: bool, modelled: bool) -> "Ranking":
+    if runnable and modelled:
+        raise LayoutError("--runnable and --modelled contradict each other: leave one out")
+    return "runnable_only" if runnable else "time" if modelled else "runnable_first"
+
+
+def _codes(names: Mapping[str, str | None]) -> dict[str, int | None]:
+    """Columns of the table for the names of options."""
+    from shardwright.plan.finding import column_code
+
+    return {
+        column: None if name is None else column_code(column, name, "--" + column.replace("_", "-"))
+        for column, name in names.items()
     }
-    found = finding.find(spec, job, cluster, fixed, max_memory, top)
-    if output is not None:
-        _say(f"wrote {save_plan(found.best, output)}")
-    _print(found.document, as_json, terminal.plan_report)
+
+
+def _write(best: Plan | None, output: Path | None) -> None:
+    """The best plan as a file, where one is asked for; with a note if nothing executes it."""
+    if best is None or output is None:
+        return
+    path = save_plan(best, output)
+    _say(f"wrote {path}")
+    reasons = not_runnable_reasons(best.model, best.job, best.layout)
+    if reasons:
+        _say(f"{path} is only modelled, train and check will refuse it: {'; '.join(reasons)}")
 
 
 def _cluster(
@@ -323,18 +264,18 @@ def _measured(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
 
 
 @app.command()
-def explain(plan_path: PlanArgument, as_json: JsonOption = False) -> None:
+def explain(plan_path: opt.PlanArgument, as_json: opt.JsonOption = False) -> None:
     """Show a plan's memory by term, its traffic by axis and link, and its step time."""
     from shardwright.plan.explain import explanation
 
-    _print(explanation(load_plan(plan_path)), as_json, terminal.explain_report)
+    _print(explanation(load_plan(plan_path)), as_json, explain_report)
 
 
 @app.command()
 def compare(
     a: Annotated[Path, typer.Argument(help="A plan, as for explain.", metavar="A")],
     b: Annotated[Path, typer.Argument(help="Another of the same model.", metavar="B")],
-    as_json: JsonOption = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Two plans of a model side by side: memory, traffic, time, and what another batch means."""
     from shardwright.plan.comparison import compare_plans
@@ -345,18 +286,18 @@ def compare(
 
 @app.command()
 def goodput(
-    plan_path: PlanArgument,
-    tokens: Tokens,
-    step_time: StepTime = None,
-    mtbf_hours: MtbfHours = None,
-    interruptions: Failures = None,
-    days: Days = None,
-    devices: Devices = None,
-    save_time: SaveTime = None,
-    storage_bandwidth: StorageBandwidth = None,
-    restart_time: RestartTime = None,
-    price: Price = None,
-    as_json: JsonOption = False,
+    plan_path: opt.PlanArgument,
+    tokens: opt.Tokens,
+    step_time: opt.StepTime = None,
+    mtbf_hours: opt.MtbfHours = None,
+    interruptions: opt.Failures = None,
+    days: opt.Days = None,
+    devices: opt.Devices = None,
+    save_time: opt.SaveTime = None,
+    storage_bandwidth: opt.StorageBandwidth = None,
+    restart_time: opt.RestartTime = None,
+    price: opt.Price = None,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Days and cost of a run of so many tokens, failures and checkpoints included."""
     from shardwright.plan.operation import Given, run_goodput
@@ -390,11 +331,11 @@ def _quantity(option: str, text: str | None, units: Mapping[str, float]) -> floa
 
 @app.command()
 def check(
-    plan_path: PlanArgument,
+    plan_path: opt.PlanArgument,
     tolerance: Annotated[
         float, typer.Option(help="Largest difference at the peak, as a share of it.", min=0, max=1)
     ] = 0.02,
-    as_json: JsonOption = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Execute one rank without memory or network; exit status 1 if the ledger says otherwise."""
     loaded = load_plan(plan_path)
@@ -410,13 +351,13 @@ def check(
 
 @app.command()
 def train(
-    plan_path: PlanArgument,
-    data: DataOption = None,
-    nproc: Nproc = None,
-    steps: FewerSteps = None,
-    run_dir: RunFolder = None,
-    tensorboard: Tensorboard = False,
-    as_json: JsonOption = False,
+    plan_path: opt.PlanArgument,
+    data: opt.DataOption = None,
+    nproc: opt.Nproc = None,
+    steps: opt.FewerSteps = None,
+    run_dir: opt.RunFolder = None,
+    tensorboard: opt.Tensorboard = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Train with a plan, under torchrun or with local ranks of its own."""
     loaded = load_plan(plan_path)
@@ -432,10 +373,10 @@ def train(
 
 @app.command()
 def loop(
-    run_dir: RunFolder = None,
+    run_dir: opt.RunFolder = None,
     nproc: Annotated[int, typer.Option(help="Ranks.", min=1)] = 2,
     steps: Annotated[int, typer.Option(help="Steps to train.", min=2)] = 60,
-    as_json: JsonOption = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """Plan a small model for this machine, train it on 2 ranks, check the prediction, and show it all."""
     _need_torch("loop")

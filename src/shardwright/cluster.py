@@ -49,6 +49,7 @@ class Device(Description):
     matmul_efficiency: float = Field(gt=0, le=1, description="share of the peak of large products")
     attention_efficiency: float = Field(gt=0, le=1)
     memory_efficiency: float = Field(gt=0, le=1)
+    launch: Seconds = Field(default=5e-6, ge=0, description="of one kernel, where it does not hide")
     context: Bytes = Field(ge=0, description="held by driver, kernels and libraries in every process")
     communicator: Bytes = Field(ge=0, description="buffers of one communicator")
     allocator_margin: float = Field(ge=0, lt=1, description="share of allocated lost to fragmentation")

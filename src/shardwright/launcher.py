@@ -107,7 +107,7 @@ def loop_here(
     prepare_run_folder(folder)
     say(f"measuring this machine with {nproc} ranks ...")
     cluster = measured_cluster(model, job, cluster_of("cpu", nproc))
-    found = find(model, job, cluster, {})
+    found = find(model, job, cluster, {}, ranking="runnable_only")
     path = save_plan(found.best, folder / PLAN_FILE)
     plan = load_plan(path)
     prediction = plan.prediction

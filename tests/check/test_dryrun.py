@@ -19,9 +19,10 @@ from shardwright.cluster import device
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import ModelSpec, preset
-from shardwright.plan import memory, moments, traffic
+from shardwright.plan import holdings, memory, moments, traffic
 from shardwright.plan.activations import block_activations
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, ParameterTable, parameter_table
+from shardwright.plan.shards import UnitElements, unit_elements
 from shardwright.plan.table import table_of
 from shardwright.run import dp, step
 from shardwright.units import GiB, KiB
@@ -204,6 +205,17 @@ def test_no_process_group_is_left(monkeypatch):
 # A broken ledger
 
 
+def none_of(kind):
+    """Elements of units, those of one kind left out."""
+
+    def elements(*args):
+        found = dict(unit_elements(*args))
+        nothing = found[kind].whole * 0
+        return found | {kind: UnitElements(nothing, nothing, nothing, 0.0)}
+
+    return elements
+
+
 def without(kind):
     """Parameter tables that have forgotten a unit."""
 
@@ -240,8 +252,8 @@ STATE = {"parameters", "gradients", "optimizer"}
 NARROW = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 BROKEN_LEDGERS = {
-    "tensor saved twice": (Plan(m=1), moments, "block_activations", saved_twice("input"), {"peak"}),
-    "embedding has no state": (Plan(m=1), memory, "parameter_table", without(EMBEDDING), STATE | {"peak"}),
+    "tensor saved twice": (Plan(m=1), holdings, "block_activations", saved_twice("input"), {"peak"}),
+    "embedding has no state": (Plan(m=1), memory, "unit_elements", none_of(EMBEDDING), STATE | {"peak"}),
     "embedding is not sent": (Plan(m=1), traffic, "parameter_table", without(EMBEDDING), {GATHER, REDUCE}),
     "head gathered twice": (Plan(m=1), traffic, "parameter_table", head_as_block, {GATHER}),
     "replicas not summed": (
@@ -253,14 +265,17 @@ BROKEN_LEDGERS = {
     "one moment": (
         Plan(m=1), memory, "optimizer_elements", lambda *args: args[1].numel, {"optimizer", "peak"},
     ),
-    "no gradient waits": (Plan(stage=1), moments, "_waiting", nothing, {"gathered at peak", "peak"}),
+    "no gradient waits": (Plan(stage=1), moments, "waiting_gradients", nothing, {"gathered at peak", "peak"}),
     "nothing stays gathered": (
-        Plan(stage=2, m=3), moments, "_resident", nothing, {"gathered at peak", "peak"},
+        Plan(stage=2, m=3), holdings, "resident", nothing, {"gathered at peak", "peak"},
     ),
     "no reduction buffers": (
-        Plan(replicate=4, shard=1, stage=0), moments, "_reduction", nothing, {"gathered at peak", "peak"},
+        Plan(replicate=4, shard=1, stage=0), moments, "reduction_buffers", nothing,
+        {"gathered at peak", "peak"},
     ),
-    "no reduced gradients": (Plan(stage=3), moments, "_shards", nothing, {"gradients at peak", "peak"}),
+    "no reduced gradients": (
+        Plan(stage=3), moments, "reduced_shards", nothing, {"gradients at peak", "peak"},
+    ),
 }  # fmt: skip
 
 

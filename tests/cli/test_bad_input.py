@@ -81,7 +81,8 @@ def test_a_model_that_does_not_exist(run, tmp_path):
                     ("--top", 0),
                     ("--precision", "fp8"),
                 ),
-                *(("--recompute", "some"), ("--optimizer", "lion"), ("--seed", -1)),
+                *(("--optimizer", "lion"), ("--seed", -1), ("--tp", 0), ("--pp", -1), ("--cp", "x")),
+                ("--chunks", 0),
             )
         ),
         (
@@ -89,6 +90,18 @@ def test_a_model_that_does_not_exist(run, tmp_path):
             ["warmup_steps=2000 is not less than steps=1000: shorten it or train longer"],
         ),
         (["--device=h100-smx"], ["device 'h100-smx' is unknown (did you mean 'h100-sxm'?)"]),
+        (["--recompute=some"], ["--recompute='some' is unknown (known: full, none, selective)"]),
+        (["--schedule=1F1C"], ["--schedule='1F1C' is unknown (did you mean '1F1B'?)"]),
+        (["--cp-kind=rings"], ["--cp-kind='rings' is unknown (did you mean 'ring'?)"]),
+        (["--runnable", "--modelled"], ["--runnable and --modelled contradict each other: leave one out"]),
+        (["--runnable", "--tp=2"], ["tp=2 is only modelled, and only what runs is asked for: leave one"]),
+        (["--runnable", "--optimizer=muon"], ["plan is not runnable: optimizer='muon' is only modelled"]),
+        (["--why=tp"], ["--why: 'tp' is no part of a layout: give degrees as tp=8 (pp, "]),
+        (["--why="], ["--why: '' is no part of a layout"]),
+        (["--why=tp=0"], ["--why: 'tp=0': tp must be a whole number of at least 1"]),
+        (["--why=zero=4"], ["--why: 'zero=4': zero must be a whole number from 0 to 3"]),
+        (["--why=schedule=1F1C"], ["--why: schedule='1F1C' is unknown (did you mean '1F1B'?)"]),
+        (["--why=tp=2 tp=4"], ["--why 'tp=2 tp=4' gives tp twice: leave one out"]),
         (["--max-memory=70"], ["--max-memory: '70' is not a finite number with a unit of B, kB"]),
         (["--accounting=zero", "--precision=fp32"], ["use accounting='fsdp2' or precision='bf16'"]),
         (["--cluster=absent.toml"], ["cannot read absent.toml: No such file"]),
@@ -134,16 +147,20 @@ def test_measuring_is_for_this_machine(run):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--global-batch=12"], ["global_batch (30): 8 ranks do not divide global_batch=12: use 8 or 16"]),
-        (["--global-batch=4"], ["fewer_samples_than_ranks (30): 8 ranks each need a sequence"]),
-        (["--global-batch=8", "--dp-shard=3"], ["(30): no row has dp_shard=3: use 1 or 2 or 4 or 8"]),
-        (["--global-batch=8", "--max-memory=1 GiB"], ["(30): more than 1.00 GiB a device; nearest ["]),
+        (["--global-batch=12", "--runnable"], ["global_batch (4): ", "divide global_batch=12: ", " 8 or 16"]),
+        (["--global-batch=4", "--runnable"], ["fewer_samples_than_ranks (4): ", "outnumber global_batch=4"]),
+        (["--global-batch=8", "--dp-shard=3"], ["no row has dp_shard=3: use 1 or 2 or 4 or 8"]),
+        (
+            ["--global-batch=8", "--schedule=gpipe", "--pp=1"],
+            ["schedule=GPipe was asked for", "no row has all of these at once"],
+        ),
+        (["--global-batch=8", "--max-memory=1 GiB"], ["more than 1.00 GiB a device; nearest ["]),
     ],
-    ids=["global_batch", "fewer_samples", "constraint", "memory"],
+    ids=["global_batch", "fewer_samples", "constraint", "no_such_row", "memory"],
 )
 def test_no_as_an_answer_is_status_1(run, tmp_path, options, parts):
     outcome = run("plan", "llama-3.1-8b", "--seq=32", *H100, "-o", "p.toml", "--json", *options)
-    refused(outcome, "shardwright: no layout works, of 30 considered: ", *parts, status=1)
+    refused(outcome, "shardwright: no layout works, of ", *parts, status=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -169,11 +186,16 @@ def test_a_plan_that_cannot_be_written(run, tmp_path):
             "schema_version=2, this shardwright reads 1: upgrade shardwright",
         ),
         ("zero_stage = 3", "zero_stag = 3", "unknown key 'layout.zero_stag' (did you mean 'zero_stage'?)"),
-        ("dp_shard = 2", "dp_shard = 4", "layout has 4 ranks (dp_replicate=1 x dp_shard=4), the cluster 2"),
+        (
+            "dp_shard = 2",
+            "dp_shard = 4",
+            "layout has 4 ranks (pp=1 x dp_replicate=1 x dp_shard=4 x cp=1 x tp=1), the cluster 2",
+        ),
+        ("tp = 1", "tp = 3", "tp=3 does not divide heads=4 (model tiny)"),
         ("microbatches = 2", "microbatches = 3", "is not global_batch=4: use microbatches=2"),
         ("[layout]", "[layout", "plan.toml is not valid TOML: "),
     ],
-    ids=["version", "key", "ranks", "batch", "syntax"],
+    ids=["version", "key", "ranks", "heads", "batch", "syntax"],
 )
 def test_a_malformed_plan(run, plan_file, tmp_path, command, old, new, part):
     plan_file.write_text(plan_file.read_text().replace(old, new))
@@ -245,6 +267,25 @@ def test_what_is_only_modelled_is_refused(run, plan_file, change, part, command)
     job = Job.checked(plan.job.model_dump() | change)
     save_plan(explain.plan_of(plan.model, job, plan.cluster, plan.layout), plan_file)
     refused(run(command, plan_file), "plan is not runnable: ", part)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, microbatches=4),
+        Layout(cp=2, cp_kind="ring", zero_stage=3, microbatches=4),
+        Layout(pp=2, schedule="1F1B", stage_layers=(1, 1), microbatches=4),
+    ],
+    ids=["tp", "cp", "pp"],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_axes_that_are_only_modelled_are_refused_and_leave_nothing(run, tmp_path, layout, command):
+    plan = explain.plan_of(SPEC, Job(seq=32, global_batch=4, precision="fp32"), cluster_of("cpu", 2), layout)
+    save_plan(plan, tmp_path / "p.toml")
+    outcome = run(command, "p.toml")
+    refused(outcome, "plan is not runnable: ", "are only modelled: train with the data axes")
+    assert [path.name for path in tmp_path.iterdir()] == ["p.toml"]
+    assert run("explain", "p.toml").status == 0
 
 
 def test_a_plan_for_gpus_that_are_not_here(run, tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """Activations of a block: published numbers, other runtimes' forms, and a real block measured to the byte."""
 
 import weakref
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,14 +15,17 @@ from torch.utils._pytree import tree_leaves
 from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.activations import (
+    Split,
     block_activations,
     gpt_block_activation_bytes,
     llama_block_saved_bytes,
     rotary_table_bytes,
 )
+from shardwright.plan.bubble import in_flight_chunks
 from shardwright.run.kernels import wide
 from shardwright.run.model import Block, Transformer, rotary_tables
 from shardwright.run.recompute import apply_recompute
+from shardwright.units import GiB
 
 GB = 1e9
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -60,6 +65,62 @@ def test_selective_recomputation_of_gpt_3_saves_70_percent():
     none, selective = (gpt_block_activation_bytes(2048, 1, 12288, 96, kind) for kind in ("none", "selective"))
     assert none == 2048 * 12288 * 114
     assert selective / none == 34 / 114
+
+
+class Gpt(NamedTuple):
+    """A model of arXiv:2205.05198, table 3, and how it is split; tp is 8 and s 2048."""
+
+    a: int
+    h: int
+    layers: int
+    b: int
+    p: int
+    v: int
+
+    def activations(self, recompute, tp=8, sp=False):
+        """Of the first pipeline rank, which holds the most in flight [GiB]."""
+        block = gpt_block_activation_bytes(2048, self.b, self.h, self.a, recompute, tp, sp)
+        schedule = "Interleaved1F1B" if self.v > 1 else "1F1B"
+        chunks = in_flight_chunks(schedule, self.p, self.v, 8 * self.p, 0)
+        return float(block * self.layers / (self.p * self.v) * chunks / GiB)
+
+
+GPTS = {
+    "22B": Gpt(64, 6144, 48, b=4, p=1, v=1),
+    "175B": Gpt(96, 12288, 96, b=1, p=8, v=3),
+    "530B": Gpt(128, 20480, 105, b=1, p=35, v=3),
+    "1T": Gpt(160, 25600, 128, b=1, p=64, v=1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "none", "both"),
+    [("22B", 59.25, 9.5625), ("175B", 66.84375, 12.3515625), ("530B", 114.0234375, 23.076171875),
+     ("1T", 131.25, 26.5625)],
+)  # fmt: skip
+def test_activations_of_four_gpts(name, none, both):
+    """arXiv:2205.05198, figure 1, with tp alone, and with sp and selective recomputation; as
+    calculon-ai/calculon validation.py prints them."""
+    assert GPTS[name].activations("none") == pytest.approx(none, rel=1e-12)
+    assert GPTS[name].activations("selective", sp=True) == pytest.approx(both, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sp", "percent"),
+    [("none", True, 61.96), ("selective", False, 56.52), ("selective", True, 18.48), ("full", False, 8.70)],
+)
+def test_what_sp_and_recomputation_leave_of_gpt_3(recompute, sp, percent):
+    """arXiv:2205.05198, figure 7, in percent of tp alone; full keeps the whole input there."""
+    gpt = GPTS["175B"]
+    assert round(100 * gpt.activations(recompute, sp=sp) / gpt.activations("none"), 2) == percent
+
+
+@settings(deadline=None)
+@given(tp=st.sampled_from([1, 2, 4, 8]), recompute=st.sampled_from(RECOMPUTE_KINDS), sp=st.booleans())
+def test_sp_divides_all_by_tp_and_tp_alone_not_the_norms(tp, recompute, sp):
+    one, split = (gpt_block_activation_bytes(2048, 1, 4096, 32, recompute, n, sp) for n in (1, tp))
+    whole = 0 if sp else {"none": 10, "selective": 10, "full": 2}[recompute] * 2048 * 4096
+    assert split == pytest.approx(whole + (one - whole) / tp)
 
 
 @settings(deadline=None)
@@ -104,6 +165,58 @@ def test_llama_3_8b_keeps_168072_bytes_a_token_and_layer():
 def test_the_runtime_has_the_fused_form(name):
     fused = llama_block_saved_bytes(SPECS[name], 24, swiglu="fused")
     assert block_activations(SPECS[name], "bf16", "none").saved_bytes == fused
+
+
+# The runtime's block, split
+
+
+def saved_of(name, recompute="none", **split):
+    return block_activations(SPECS[name], "bf16", recompute, Split(**split)).saved
+
+
+def test_tp_splits_heads_and_ffn_and_keeps_norm_outputs_whole():
+    """Shared FORMULAE 2.2: torch's DTensor saves what a matrix reads gathered, so norm outputs stay 2h each,
+    also with sp; residuals are 2h each without sp and 2h/tp with it."""
+    one, two, both = (saved_of("grouped", **s) for s in ({}, {"tp": 2}, {"tp": 2, "sp": True}))
+    h = SPECS["grouped"].hidden
+    for tensor in ("norm1", "norm2"):
+        assert one[tensor] == two[tensor] == both[tensor] == 2 * h
+    for tensor in ("input", "middle"):
+        assert one[tensor] == two[tensor] == 2 * both[tensor] == 2 * h
+    for tensor in ("rstd1", "rstd2"):
+        assert one[tensor] == two[tensor] == 2 * both[tensor] == 4
+    for tensor in ("q", "k", "v", "attention", "lse", "gate", "up", "product"):
+        assert one[tensor] == 2 * two[tensor] == 2 * both[tensor]
+
+
+def test_key_value_heads_are_repeated_when_tp_exceeds_them():
+    grouped, repeated = saved_of("grouped", tp=2), saved_of("grouped", tp=4)  # 2 of them
+    assert grouped["k"] == repeated["k"] == grouped["v"] == repeated["v"] == 2 * 16
+    assert grouped["q"] == 2 * repeated["q"]
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_gather"])
+@pytest.mark.parametrize("name", SPECS)
+def test_context_ranks_keep_the_same_for_each_of_their_tokens(name, kind):
+    """They have fewer tokens; keys and values of the others are passed on, or gathered again."""
+    assert saved_of(name, cp=4, cp_kind=kind) == saved_of(name)
+
+
+def test_ulysses_keeps_the_attention_output_before_and_after_the_heads_return():
+    saved = saved_of("multi_head", cp=2, cp_kind="ulysses")
+    assert saved == saved_of("multi_head") | {"traded": 2 * 4 * 8}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE_KINDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_more_tp_never_keeps_or_uses_more(name, recompute):
+    for sp in (False, True):
+        kinds = [
+            block_activations(SPECS[name], "bf16", recompute, Split(tp, sp and tp > 1)) for tp in (1, 2, 4)
+        ]
+        for less, more in pairwise(kinds):
+            assert more.saved_bytes <= less.saved_bytes
+            assert max(m.token_bytes for m in more.moments) <= max(m.token_bytes for m in less.moments)
 
 
 # The runtime's block

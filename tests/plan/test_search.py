@@ -1,6 +1,7 @@
 """Search: equal to trying every layout alone; every rejected row has its reason, and a way out."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,14 +11,23 @@ from hypothesis import strategies as st
 from shardwright.cluster import cluster_of
 from shardwright.errors import JobError, NothingFitsError
 from shardwright.job import Job
-from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout, faults
+from shardwright.layout import (
+    CONTEXT_KINDS,
+    KEPT_BY_SELECTIVE,
+    RECOMPUTE_KINDS,
+    SCHEDULE_NAMES,
+    Layout,
+    faults,
+    model_faults,
+)
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.explain import predict
 from shardwright.plan.finding import find
 from shardwright.plan.memory import memory_ledger
-from shardwright.plan.search import FITS, check_found, divisors, search, search_space
+from shardwright.plan.schedule import why_not
+from shardwright.plan.search import FITS, check_found, runnable_rows, search
 from shardwright.plan.step import step_time
-from shardwright.plan.table import table_of
+from shardwright.plan.table import stage_layers, table_of
 from shardwright.units import GiB
 
 SPEC = ModelSpec(
@@ -31,47 +41,103 @@ def small_cluster(ranks, memory):
     return cluster.model_copy(update={"device": device})
 
 
-def every_layout(job, cluster):
+def every_mesh(ranks):
+    """Degrees of pp, dp_replicate, dp_shard, cp and tp whose product is ``ranks``."""
+    degrees = range(1, ranks + 1)
+    return [mesh for mesh in product(degrees, repeat=5) if math.prod(mesh) == ranks]
+
+
+def every_pipeline(pp, layers, microbatches):
+    """Schedule, chunks and layers of stages of every order there is."""
+    if pp == 1:
+        return {("none", 1, ())}
+    found = set()
+    for name in SCHEDULE_NAMES[1:]:
+        for chunks in range(1, layers // pp + 1):
+            loops = chunks > 1 or name not in ("LoopedBFS", "Interleaved1F1B")  # of one chunk are others
+            if name != "DualPipe" and loops and why_not(name, pp, chunks, microbatches) is None:
+                stages = pp * chunks
+                found.add((name, chunks, stage_layers(layers, stages)))
+                if layers // stages > 1:
+                    found.add((name, chunks, stage_layers(layers, stages, 1)))
+    return found
+
+
+def every_layout(model, job, cluster):
     """All layouts that keep the rules, by trying every number in every field."""
     found = []
-    for shard in range(1, cluster.ranks + 1):
-        for replicate in range(1, cluster.ranks + 1):
-            if shard * replicate != cluster.ranks:
+    for pp, replicate, shard, cp, tp in every_mesh(cluster.ranks):
+        for micro_batch, m in product(range(1, job.global_batch + 1), repeat=2):
+            if replicate * shard * micro_batch * m != job.global_batch or (pp > 1 and model.tied_embeddings):
                 continue
-            for micro_batch in range(1, job.global_batch + 1):
-                for microbatches in range(1, job.global_batch + 1):
-                    if cluster.ranks * micro_batch * microbatches != job.global_batch:
-                        continue
-                    found += [
-                        Layout(
-                            dp_replicate=replicate, dp_shard=shard, zero_stage=stage, micro_batch=micro_batch,
-                            microbatches=microbatches, recompute=kind,
-                            kept=KEPT_BY_SELECTIVE if kind == "selective" else (),
-                        )
-                        for stage in ([0] if shard == 1 else [1, 2, 3])
-                        for kind in RECOMPUTE_KINDS
-                    ]  # fmt: skip
-    return [layout for layout in found if not faults(layout, job, cluster)]
+            for sp, cp_kind, zero, recompute, pipeline in product(
+                {False, tp > 1}, CONTEXT_KINDS[1:] if cp > 1 else ["none"],
+                [0] if shard * cp == 1 else [1, 2, 3] if pp == 1 else [1], RECOMPUTE_KINDS,
+                every_pipeline(pp, model.layers, m),
+            ):  # fmt: skip
+                layout = Layout(
+                    pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, sp=sp, cp_kind=cp_kind,
+                    schedule=pipeline[0], chunks=pipeline[1], stage_layers=pipeline[2], zero_stage=zero,
+                    micro_batch=micro_batch, microbatches=m, recompute=recompute,
+                    kept=KEPT_BY_SELECTIVE if recompute == "selective" else (),
+                )  # fmt: skip
+                if not faults(layout, job, cluster) + model_faults(layout, model, job):
+                    found.append(layout)
+    return found
 
 
-@settings(deadline=None, max_examples=12)
+def alone(model, job, cluster, layout):
+    """Memory of the heaviest rank and time of a step, computed for one layout by itself."""
+    row = table_of([layout], model.layers)
+    ledger = memory_ledger(model, job, cluster.device, row)
+    return float(ledger.device[0]), float(step_time(model, job, cluster, row).time[0])
+
+
+def assert_search_finds(found, fitting):
+    """The same layouts at the same times: what runs first, each part by time."""
+    ranked = [found.layout(row) for row in found.best.tolist()]
+    assert len(ranked) == len(set(ranked))
+    assert set(ranked) == set(fitting)
+    times = [fitting[layout] for layout in ranked]
+    runs = [layout.pp == layout.cp == layout.tp == 1 for layout in ranked]
+    first = sum(runs)
+    assert runs == sorted(runs, reverse=True)
+    assert times == sorted(times[:first]) + sorted(times[first:])
+
+
+@settings(deadline=None, max_examples=4)
 @given(
-    ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),
-    share=st.integers(1, 6),
+    ranks=st.sampled_from([1, 2, 3]),
+    share=st.integers(1, 2),
     extra=st.sampled_from([0, 0, 0, 1]),
     memory=st.integers(1 * 2**20, 12 * 2**20),
 )
 def test_search_is_trying_every_layout_alone(ranks, share, extra, memory):
     job, cluster = Job(seq=64, global_batch=ranks * share + extra), small_cluster(ranks, memory)
-    fitting = {}
-    for layout in every_layout(job, cluster):
-        row = table_of([layout])
-        if memory_ledger(SPEC, job, cluster.device, row).device[0] <= memory:
-            fitting[layout] = float(step_time(SPEC, job, cluster, row).time[0])
-    found = search(SPEC, job, cluster)
-    ranked = [found.evaluated.layout(row) for row in found.best.tolist()]
-    assert set(ranked) == set(fitting)
-    assert [fitting[layout] for layout in ranked] == sorted(fitting.values())
+    tried = {layout: alone(SPEC, job, cluster, layout) for layout in every_layout(SPEC, job, cluster)}
+    fitting = {layout: time for layout, (device, time) in tried.items() if device <= memory}
+    assert_search_finds(search(SPEC, job, cluster), fitting)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "changes"),
+    [(4, 8, {"layers": 5}), (8, 4, {}), (6, 6, {"layers": 3}), (4, 4, {"tied_embeddings": True}),
+     (4, 6, {"layers": 4, "kv_heads": 1})],
+)  # fmt: skip
+def test_search_over_several_axes_is_trying_every_layout_alone(ranks, batch, changes):
+    """Uneven stages, interleaving, more tp than key/value heads, context over two nodes, tied embeddings; of the
+    many layouts some dozens are computed alone."""
+    model = SPEC.model_copy(update=changes)
+    job, cluster = Job(seq=64, global_batch=batch), small_cluster(ranks, 6 * 2**20)
+    found, every = search(model, job, cluster), every_layout(model, job, cluster)
+    tried = {found.layout(row): row for row in range(len(found.rows))}
+    assert len(tried) == len(found.rows)
+    assert set(tried) == set(every)
+    for layout in every[:: len(every) // 40 + 1]:
+        row = tried[layout]
+        assert alone(model, job, cluster, layout) == (found.device[row], found.time[row])
+    fits = {layout: float(found.time[row]) for layout, row in tried.items() if found.device[row] <= 6 * 2**20}
+    assert_search_finds(found, fits)
 
 
 @settings(deadline=None, max_examples=40)
@@ -97,30 +163,24 @@ def test_every_row_is_feasible_or_has_one_reason(ranks, batch, memory, shard, re
         len({tuple(int(c[row]) for c in found.table) for row in range(found.table.rows)}) == found.table.rows
     )
     for row in found.best.tolist():
-        layout = found.evaluated.layout(row)
-        assert not faults(layout, job, cluster)
+        layout = found.layout(row)
+        assert not faults(layout, job, cluster) + model_faults(layout, SPEC, job)
         assert shard in (None, layout.dp_shard)
         assert recompute in (None, RECOMPUTE_KINDS.index(layout.recompute))
-    assert (np.diff(found.step.time[found.best]) >= 0).all()
+    runs = runnable_rows(found.evaluated(found.best))
+    assert (np.diff(runs.astype(int)) <= 0).all()  # what runs first
+    for part in (found.best[runs], found.best[~runs]):
+        assert (np.diff(found.time[part]) >= 0).all()
     assert (found.device[found.best] <= memory).all()
 
 
-@given(number=st.integers(1, 5000))
-def test_divisors(number):
-    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+WHOLE = SPEC.model_copy(update={"heads": 1, "kv_heads": 1, "head_size": 64, "layers": 1})
+"""With sequences of odd length, a model that only its data can split."""
 
 
-def test_the_table_has_every_stage_microbatch_and_recomputation():
-    table = search_space(Job(seq=64, global_batch=16), 4)
-    # dp_shard 1 with stage 0, dp_shard 2 and 4 with three stages; microbatches of 1, 2, 4; three kinds
-    assert table.rows == (1 + 3 + 3) * 3 * 3
-    assert (table.dp == 4).all()
-    assert (table.dp * table.micro_batch * table.microbatches == 16).all()
-
-
-def reason_of(job, cluster, **fixed):
+def reason_of(job, cluster, model=SPEC, **fixed):
     """What check_found says of a search without result."""
-    found = search(SPEC, job, cluster, {column: [value] for column, value in fixed.items()})
+    found = search(model, job, cluster, {column: [value] for column, value in fixed.items()})
     with pytest.raises(NothingFitsError) as raised:
         check_found(found)
     assert raised.value.exit_status == 1
@@ -128,27 +188,28 @@ def reason_of(job, cluster, **fixed):
 
 
 def test_fewer_samples_than_ranks():
-    message = reason_of(Job(seq=64, global_batch=6), cluster_of("h100-sxm", 8))
+    message = reason_of(Job(seq=61, global_batch=6), cluster_of("h100-sxm", 8), model=WHOLE)
     assert message == (
-        "no layout works, of 30 considered: fewer_samples_than_ranks (30): 8 ranks each need a sequence but "
-        "global_batch=6: use at most 6 ranks or a global batch of at least 8"
+        "no layout works, of 4 considered: fewer_samples_than_ranks (4): ranks with a sequence each outnumber "
+        "global_batch=6, of 8 ranks at least 8: use at most 6 data ranks or a larger global batch"
     )
 
 
 @pytest.mark.parametrize(("batch", "near"), [(20, "16 or 24"), (15, "8 or 16"), (9, "8 or 16")])
 def test_a_global_batch_that_the_ranks_do_not_divide_names_the_nearest(batch, near):
-    message = reason_of(Job(seq=64, global_batch=batch), cluster_of("h100-sxm", 8))
-    assert f"global_batch (30): 8 ranks do not divide global_batch={batch}: use {near}" in message
+    message = reason_of(Job(seq=61, global_batch=batch), cluster_of("h100-sxm", 8), model=WHOLE)
+    expected = f"the data ranks do not divide global_batch={batch}: 8 of them reach {near}"
+    assert message == f"no layout works, of 4 considered: global_batch (4): {expected}"
     for good in map(int, near.split(" or ")):
-        assert len(search(SPEC, Job(seq=64, global_batch=good), cluster_of("h100-sxm", 8)).best)
+        assert len(search(WHOLE, Job(seq=61, global_batch=good), cluster_of("h100-sxm", 8)).best)
 
 
 def test_a_wish_that_no_row_has_lists_what_there_is():
-    job, cluster = Job(seq=64, global_batch=16), cluster_of("h100-sxm", 8)
+    job, cluster = Job(seq=61, global_batch=16), cluster_of("h100-sxm", 8)
     assert "constraint (60): no row has dp_shard=3: use 1 or 2 or 4 or 8" in reason_of(
-        job, cluster, dp_shard=3
+        job, cluster, WHOLE, dp_shard=3
     )
-    assert "no row has micro_batch=4: use 1 or 2" in reason_of(job, cluster, micro_batch=4)
+    assert "no row has micro_batch=4: use 1 or 2" in reason_of(job, cluster, WHOLE, micro_batch=4)
 
 
 def test_wishes_that_exclude_each_other():
@@ -157,7 +218,7 @@ def test_wishes_that_exclude_each_other():
 
 
 def test_a_wish_is_said_as_the_reason():
-    found = search(SPEC, Job(seq=64, global_batch=16), cluster_of("h100-sxm", 8), {"recompute": [2]})
+    found = search(WHOLE, Job(seq=61, global_batch=16), cluster_of("h100-sxm", 8), {"recompute": [2]})
     assert found.notes == {"constraint": "recompute=full was asked for"}
 
 
@@ -165,9 +226,7 @@ def test_out_of_memory_names_the_nearest_miss():
     model, job = preset("llama-2-70b"), Job(seq=4096, global_batch=8)
     message = reason_of_model(model, job, cluster_of("h100-sxm", 8))
     assert "out_of_memory (" in message
-    assert (
-        "more than 79.10 GiB a device; nearest [dp_shard=8 zero=3 b=1 m=1 recompute=full] needs " in message
-    )
+    assert "more than 79.10 GiB a device; nearest [tp=8 sp zero=0 b=8 m=1 recompute=full] needs " in message
     assert "too much, " in message
     assert " of it optimizer" in message
 
@@ -181,7 +240,7 @@ def reason_of_model(model, job, cluster):
 def test_the_nearest_miss_is_the_smallest():
     model, job, cluster = preset("llama-2-70b"), Job(seq=4096, global_batch=8), cluster_of("h100-sxm", 8)
     found = search(model, job, cluster)
-    smallest = found.evaluated.layout(int(np.argmin(found.device)))
+    smallest = found.layout(int(np.argmin(found.device)))
     assert f"nearest [{smallest.label}]" in found.notes["out_of_memory"]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.cluster import cluster_of
 from shardwright.job import Job
-from shardwright.layout import RECOMPUTE_KINDS, Layout
+from shardwright.layout import RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.compute import model_flops_per_token
 from shardwright.plan.explain import explanation, plan_of
@@ -95,12 +95,34 @@ def test_without_overlap_all_traffic_is_exposed_and_each_collective_once(model, 
     """The exposed time of an axis is the time its collectives take by plan/traffic.py, for every stage."""
     cluster = with_device(cluster, overlap=0.0)
     table = table_for(model, cluster)
-    row = data.draw(st.integers(0, table.rows - 1))
-    found = explanation(plan_of(model, JOB, cluster, table.layout(row, model.layers)))
+    row = data.draw(st.integers(0, np.count_nonzero(table.pp == 1) - 1))
+    layout = table.layout(int(np.flatnonzero(table.pp == 1)[row]), model.layers)
+    found = explanation(plan_of(model, JOB, cluster, layout))
     for flow in found["traffic"]:
         assert flow["exposed_time"] == pytest.approx(flow["busy_time"], rel=1e-9)
     busy = sum(flow["busy_time"] for flow in found["traffic"])
     assert found["step"]["exposed"] == pytest.approx(busy, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(layers=st.integers(2, 6), ranks=st.sampled_from([4, 6, 12]), per_node=st.integers(1, 8), data=st.data())
+def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, per_node, data):
+    """Sends to other stages wait in the bubble; the traffic is that of a rank with most layers and the head, of
+    which there may be none."""
+    cluster = with_device(cluster_of("h100-sxm", ranks, per_node), overlap=0.0)
+    model = SPEC.model_copy(update={"layers": layers})
+    table = table_for(model, cluster)
+    rows = np.flatnonzero((table.pp > 1) & (table.chunks == 1))
+    row = int(rows[data.draw(st.integers(0, len(rows) - 1))])
+    found = explanation(plan_of(model, JOB, cluster, table.layout(row, model.layers)))
+    last = layers // table.pp[row] * table.pp[row] == layers and table.ends[row] == 0
+    for flow in found["traffic"]:
+        if (flow["axis"], flow["collective"]) == ("pp", "send"):
+            assert flow["exposed_time"] == 0
+        elif last and table.schedule[row] != SCHEDULE_NAMES.index("DualPipe"):
+            assert flow["exposed_time"] == pytest.approx(flow["busy_time"], rel=1e-9)
+        else:
+            assert flow["exposed_time"] <= flow["busy_time"] * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=25)

@@ -10,7 +10,6 @@ from shardwright.cluster import cluster_of
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import preset
-from shardwright.plan.explain import explanation, plan_of
 from shardwright.plan.finding import find
 from shardwright.plan.params import parameter_table
 from shardwright.report import loop, terminal
@@ -87,51 +86,6 @@ def train_document(**changes):
         "world_size": 2,
         "interrupted": False,
     } | changes
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_brackets_in_a_plan_report_survive(width):
-    document = plan_document(
-        rejected={"out_of_memory": 3}, rejected_notes={"out_of_memory": "[zero=3 b=1] no"}
-    )
-    text = words_of(text_of(terminal.plan_report(document), width))
-    assert "out_of_memory: [zero=3 b=1] no" in text
-    assert "chosen: [dp_replicate=2 dp_shard=2 zero=" in text
-    assert "assumed: precision=fp32" in text
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_explain_report_shows_every_part(width):
-    document = explanation(plan_of(MODEL, JOB, CLUSTER, LAYOUT))
-    text = text_of(terminal.explain_report(document), width)
-    for part in (
-        "parameters",
-        "gathered",
-        "total",
-        "at rest",
-        "dp_replicate+",
-        "dp_shard (4)",
-        "reduce_scatter",
-    ):
-        assert part in words_of(text)
-    assert "stored" not in text
-
-
-def test_explain_report_tells_of_a_stale_prediction_and_of_what_does_not_run():
-    document = explanation(plan_of(MODEL, JOB, CLUSTER, LAYOUT))
-    document |= {
-        "stored_prediction_agrees": False,
-        "runnable": False,
-        "not_runnable_reasons": ["muon [only]"],
-    }
-    text = words_of(text_of(terminal.explain_report(document)))
-    assert "the prediction stored in the plan is not of this layout" in text
-    assert "not runnable: muon [only]" in text
-
-
-def test_one_rank_has_no_traffic():
-    plan = plan_of(MODEL, JOB, cluster_of("cpu", 1), Layout(micro_batch=8))
-    assert "traffic: none, one rank" in text_of(terminal.explain_report(explanation(plan)))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

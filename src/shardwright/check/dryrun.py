@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.plan.moments import TOKEN_BYTES
+from shardwright.plan.holdings import TOKEN_BYTES
 from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import ACTIVATIONS, Collective, MemoryMeter, Sent
 from shardwright.run.step import Microbatch, Stepper, parallel_model

@@ -116,8 +116,8 @@ def _sizes(model: ModelSpec, precision: str, split: Split) -> _Sizes:
     passed = {"none": 0.0, "ring": 2 * e + 2 * w, "all_gather": split.cp * (2 * e + 2 * e), "ulysses": 0.0}
     return _Sizes(
         residual=e * model.hidden / by_sequence, normed=e * model.hidden, query=e * query, key=e * key,
-        ffn=e * ffn, rstd=w / by_sequence, heads=w * heads, kv_heads=w * kv_heads, passed=passed[split.cp_kind] * key,
-        traded=e * query if split.cp_kind == "ulysses" else 0.0,
+        ffn=e * ffn, rstd=w / by_sequence, heads=w * heads, kv_heads=w * kv_heads,
+        passed=passed[split.cp_kind] * key, traded=e * query if split.cp_kind == "ulysses" else 0.0,
         weights={name: e * numel for name, numel in weights.items()},
     )  # fmt: skip
 
@@ -273,14 +273,23 @@ def llama_block_saved_bytes(
 
 
 def gpt_block_activation_bytes(
-    s: ArrayLike, b: ArrayLike, h: ArrayLike, a: ArrayLike, recompute: Recompute = "none"
+    s: ArrayLike,
+    b: ArrayLike,
+    h: ArrayLike,
+    a: ArrayLike,
+    recompute: Recompute = "none",
+    tp: ArrayLike = 1,
+    sp: bool = False,
 ) -> Floats:
     """Saved by one GPT block with dropout and materialised scores, 16-bit, on one rank [B]. All broadcast.
 
-    ``selective`` recomputes the attention core, ``full`` keeps the input alone.
+    ``selective`` recomputes the attention core, ``full`` keeps the input alone. Without ``sp``, norms, dropouts
+    and inputs of the matrices are whole on every rank of tp.
 
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; full with sp keeps a split input.
     """
-    s, b, h, a = (np.asarray(x, dtype=np.float64) for x in (s, b, h, a))
+    s, b, h, a, tp = (np.asarray(x, dtype=np.float64) for x in (s, b, h, a, tp))
+    whole, split = (2.0, 0.0) if recompute == "full" else (10.0, 24.0)
     scores = 5 * a * s / h * (recompute == "none")
-    return np.asarray(s * b * h * ((2 if recompute == "full" else 34) + scores))
+    each = (whole + split + scores) / tp if sp else whole + (split + scores) / tp
+    return np.asarray(s * b * h * each)

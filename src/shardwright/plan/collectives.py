@@ -43,7 +43,9 @@ class Placement(NamedTuple):
         crosses = nodes > 1
         hop = np.where(crosses, inter.latency, intra.latency)
         per_byte = np.where(crosses, 1 / inter.bandwidth, 1 / intra.bandwidth)
-        return Route(latency, (n - 1) / n / bandwidth, hop, per_byte)
+        near, far = np.where(crosses, per_node, n) - 1, np.where(crosses, n - per_node, 0)
+        trade_per_byte = np.maximum(near / n / intra.bandwidth, far / n / inter.bandwidth)
+        return Route(latency, (n - 1) / n / bandwidth, hop, per_byte, trade_per_byte)
 
     def link(self, cluster: Cluster) -> list[str]:
         """The slowest link the groups cross, for people: one word a row."""
@@ -63,13 +65,15 @@ def _spread(degree: int, stride: int, ranks: int, gpus_per_node: int) -> tuple[i
 
 
 class Route(NamedTuple):
-    """A round of a ring: its latency [s], and its time for each byte of payload [s/B]; and one hop from rank
-    to rank, on the slowest link between neighbours, likewise."""
+    """A round of a ring, its latency [s] and its time for each byte of payload [s/B]; one hop from rank to rank,
+    on the slowest link between neighbours, likewise; and a byte of what a rank trades with all others, for
+    which it has no network link but its own."""
 
     latency: Floats
     time_per_byte: Floats
     hop: Floats
     hop_per_byte: Floats
+    trade_per_byte: Floats
 
 
 def ring_time(payload_bytes: ArrayLike, launches: ArrayLike, rounds: int, route: Route) -> Floats:
@@ -82,3 +86,20 @@ def ring_time(payload_bytes: ArrayLike, launches: ArrayLike, rounds: int, route:
     """
     moved = np.asarray(payload_bytes, dtype=np.float64) * route.time_per_byte
     return np.asarray(rounds * (np.asarray(launches) * route.latency + moved))
+
+
+def send_time(payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Floats:
+    """Time of ``launches`` sends to the neighbour, ``payload_bytes`` in all [s]."""
+    moved = np.asarray(payload_bytes, dtype=np.float64) * route.hop_per_byte
+    return np.asarray(np.asarray(launches) * route.hop + moved)
+
+
+def trade_time(payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Floats:
+    """Time of ``launches`` all-to-alls in which a rank gives ``payload_bytes`` in all, its own part included [s].
+
+    What stays in the node and what leaves it move at once; all partners are one hop away.
+
+    Source: shared FORMULAE 4.2.
+    """
+    moved = np.asarray(payload_bytes, dtype=np.float64) * route.trade_per_byte
+    return np.asarray(np.asarray(launches) * route.hop + moved)

@@ -81,6 +81,34 @@ def block_times(
     )
 
 
+BLOCK_LAUNCHES = (22, 48)
+"""Kernels of a block's forward and backward pass as the runtime launches them: seven products, attention, two
+norms, two rotations, SwiGLU, two residuals, and as many small ones; backward about twice that."""
+
+
+class BlockFloor(NamedTuple):
+    """Seconds of one block of one microbatch that do not shrink with its tokens."""
+
+    weights: Floats  # reading its matrices once
+    forward_launches: float
+    backward_launches: float
+
+
+def block_floor(model: ModelSpec, job: Job, device: Device, tp: ArrayLike = 1) -> BlockFloor:
+    """What a block costs however few tokens a rank has [s]: a product takes at least as long as its weights
+    take to be read, and every kernel a launch.
+
+    Source: shared FORMULAE 5.3.
+    """
+    unit = parameter_table(model).unit(BLOCK)
+    matrices = sum(tensor.numel for tensor in unit.tensors if len(tensor.shape) == 2)
+    read = ELEMENT_BYTES[job.precision] * matrices / (device.memory_bandwidth * device.memory_efficiency)
+    forward, backward = BLOCK_LAUNCHES
+    return BlockFloor(
+        read / np.asarray(tp, dtype=np.float64), forward * device.launch, backward * device.launch
+    )
+
+
 def head_times(model: ModelSpec, job: Job, device: Device, tp: ArrayLike = 1) -> tuple[Floats, Floats]:
     """Forward and backward of final norm, head and loss [s for each token of a rank].
 

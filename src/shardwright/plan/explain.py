@@ -78,14 +78,16 @@ def explanation(plan: Plan) -> dict[str, Any]:
         "stages": [_stage(plan.layout, each) for each in ranks],
         "peak_moment": ledger.moments[int(ledger.moment[0])],
         "timeline": _timeline(plan, table, ledger),
-        "activations": _activations(plan),
+        "activations": _activations(plan, ledger),
         "units": _units(plan.model),
         "traffic": _traffic(plan, table, exposed),
         "step": {
             "time": float(step.time[0]),
             "compute": float(step.compute[0]),
             "bubble": float(step.bubble[0]),
+            "bubble_fraction": float(step.bubble[0] / step.time[0]),
             "exposed": sum(exposed.values()),
+            "exposed_by_axis": {axis: time for axis, time in exposed.items() if time > 0},
             "optimizer": float(step.optimizer[0]),
             "mfu": float(mfu(plan.model, plan.job, plan.cluster, step.time)[0]),
             "tokens_per_s_per_gpu": float(tokens_per_second_per_device(plan.job, plan.cluster, step.time)[0]),
@@ -128,8 +130,8 @@ def _timeline(plan: Plan, table: LayoutTable, ledger: Ledger) -> list[dict[str, 
     return list(highest.values())
 
 
-def _activations(plan: Plan) -> dict[str, Any]:
-    """What one block keeps for the backward pass, by tensor, for one microbatch."""
+def _activations(plan: Plan, ledger: Ledger) -> dict[str, Any]:
+    """What one block keeps for the backward pass, by tensor, for one microbatch, on the heaviest rank."""
     layout = plan.layout
     tokens = layout.micro_batch * plan.job.seq / layout.cp
     split = Split(layout.tp, layout.sp, layout.cp, layout.cp_kind)
@@ -143,7 +145,8 @@ def _activations(plan: Plan) -> dict[str, Any]:
         "saved_by_block_eager_swiglu": round(llama_block_saved_bytes(plan.model, plan.job.seq) * tokens)
         if plan.job.precision == "bf16"
         else None,
-        "blocks": plan.model.layers,
+        "blocks": int(ledger.stage.blocks[0]),
+        "microbatches_in_flight": float(ledger.stage.in_flight[0]),
     }
 
 
@@ -162,14 +165,19 @@ def _units(model: ModelSpec) -> list[dict[str, Any]]:
 
 
 def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Flows of a step; an axis's exposed time is shared out by how long each of its flows is busy."""
+    """Flows of a step; an axis's exposed time is shared out by how long each of its flows is busy.
+
+    What waiting for another stage costs is in the bubble.
+    """
     flows = [flow for flow in merged(traffic(plan.model, plan.job, table)) if flow.launches[0]]
     places = placements(table)
     routes = {axis: place.route(plan.cluster) for axis, place in places.items()}
     busy = [float(flow_time(flow, routes[flow.axis])[0]) for flow in flows]
     rows = []
     for flow, time in zip(flows, busy, strict=True):
-        of_axis = sum(other for f, other in zip(flows, busy, strict=True) if f.axis == flow.axis)
+        exposes = [f.axis == flow.axis and (f.axis, f.collective) != ("pp", "send") for f in flows]
+        of_axis = sum(other for other, counts in zip(busy, exposes, strict=True) if counts)
+        is_sent = (flow.axis, flow.collective) == ("pp", "send")
         rows.append(
             {
                 "axis": flow.axis,
@@ -180,7 +188,7 @@ def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> li
                 "launches": int(flow.launches[0]),
                 "link": places[flow.axis].link(plan.cluster)[0],
                 "busy_time": time,
-                "exposed_time": exposed.get(flow.axis, 0.0) * time / of_axis,
+                "exposed_time": 0.0 if is_sent else exposed.get(flow.axis, 0.0) * time / of_axis,
             }
         )
     return rows

@@ -10,7 +10,8 @@ from shardwright.cluster import Device
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row, optimizer_elements
-from shardwright.plan.moments import Held, peak_bytes, timeline
+from shardwright.plan.holdings import Held
+from shardwright.plan.moments import peak_bytes, timeline
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, Tensor
 from shardwright.plan.shards import unit_elements
 from shardwright.plan.stages import Stage, stages

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.errors import NothingFitsError
 from shardwright.job import Job
-from shardwright.layout import RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout, batches_that_work
+from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout, batches_that_work
 from shardwright.model import ModelSpec
 from shardwright.plan.memory import Ledger, device_memory, memory_ledger
 from shardwright.plan.schedule import order_fault
@@ -171,7 +171,8 @@ def _constraint_note(
 
 
 def _choices(column: str, values: Sequence[int]) -> str:
-    return " or ".join(RECOMPUTE_KINDS[v] if column == "recompute" else str(v) for v in values)
+    names = {"recompute": RECOMPUTE_KINDS, "schedule": SCHEDULE_NAMES, "cp_kind": CONTEXT_KINDS}.get(column)
+    return " or ".join(names[value] if names else str(value) for value in values)
 
 
 def _memory_note(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, limit: float) -> str:

@@ -9,7 +9,7 @@ from shardwright.job import Job
 from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS, SCHEDULE_NAMES, ulysses_degrees
 from shardwright.model import ModelSpec
 from shardwright.plan.schedule import SCHEDULES
-from shardwright.plan.table import LayoutTable
+from shardwright.plan.table import LayoutTable, stage_layers
 
 MOST_CHUNKS = 8
 """Stages of a rank that are tried at most; more only divide a bubble that is small by then."""
@@ -127,5 +127,10 @@ def _pipelines(model: ModelSpec, mesh: _Mesh) -> Iterator[tuple[int, int, int]]:
             if stages > model.layers:
                 break
             for ends in (0, 1):
-                if ends == 0 or model.layers // stages >= 2:
+                if ends == 0 or _lighter_ends_differ(model.layers, stages):
                     yield SCHEDULE_NAMES.index(name), chunks, ends
+
+
+def _lighter_ends_differ(layers: int, stages: int) -> bool:
+    """Whether a layer less for the first and the last stage leaves them one, and is another split."""
+    return layers // stages >= 2 and stage_layers(layers, stages, 1) != stage_layers(layers, stages)

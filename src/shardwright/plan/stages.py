@@ -92,3 +92,35 @@ def _most_blocks(layers: int, p: int, v: int, ends: int, code: int) -> float:
     split, name = stage_layers(layers, p * v, ends), SCHEDULE_NAMES[code]
     each = [sum(split[stage] for stage in ranks_stages(name, p, v, rank)) for rank in range(p)]
     return max(each) / (2 if name in TWO_WAY else 1)
+
+
+class Work(NamedTuple):
+    """What a rank runs for each microbatch: blocks, and 1 or more where it runs the embedding or the head."""
+
+    blocks: Floats
+    embedding: Floats
+    head: Floats
+
+
+def busiest_ranks(table: LayoutTable, layers: int) -> tuple[Work, Work, Work]:
+    """Ranks of which one has most to do: that with the embedding, that with the head, and the one with most
+    blocks of the others. A rank of a two-way pipeline runs half of the microbatches in each direction."""
+    cases, row = distinct(table.pp, table.chunks, table.ends, table.schedule)
+    numbers = np.array([_busiest(layers, *case) for case in cases], dtype=np.float64).reshape(-1, 3, 3)
+    first, last, other = (Work(*numbers[row, place].T) for place in range(3))
+    return first, last, other
+
+
+@cache
+def _busiest(layers: int, p: int, v: int, ends: int, code: int) -> list[tuple[float, float, float]]:
+    if p == 1:
+        return [(float(layers), 1.0, 1.0)] * 3
+    split, name = stage_layers(layers, p * v, ends), SCHEDULE_NAMES[code]
+    share = 0.5 if name in TWO_WAY else 1.0
+    ranks = []
+    for rank in range(p):
+        mine = ranks_stages(name, p, v, rank)
+        blocks = share * sum(split[stage] for stage in mine)
+        ranks.append((blocks, share * (0 in mine), share * (p * v - 1 in mine)))
+    others = [work for work in ranks if not (work[1] or work[2])] or ranks
+    return [max(w for w in ranks if w[1]), max(w for w in ranks if w[2]), max(others)]

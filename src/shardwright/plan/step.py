@@ -19,9 +19,11 @@ from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS, SCHEDULE_NAMES
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, makespan_bubble
-from shardwright.plan.collectives import Placement, Route, ring_time
+from shardwright.plan.collectives import Placement, Route, ring_time, send_time, trade_time
 from shardwright.plan.compute import (
+    BACKWARD_ATTENTION,
     BlockTimes,
+    block_floor,
     block_times,
     embedding_times,
     head_times,
@@ -30,7 +32,7 @@ from shardwright.plan.compute import (
 )
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import UnitElements, unit_elements
-from shardwright.plan.stages import slowest_blocks
+from shardwright.plan.stages import Work, busiest_ranks
 from shardwright.plan.table import Floats, LayoutTable
 from shardwright.plan.traffic import (
     RING_SHARE,
@@ -75,6 +77,33 @@ class _Block(NamedTuple):
     tp: Floats  # forward and backward
     cp: Floats
 
+    @property
+    def inside(self) -> Floats:
+        """All of it."""
+        return self.forward + self.backward + self.tp + self.cp
+
+
+class _End(NamedTuple):
+    """Seconds of the embedding, or of head and loss, of one microbatch; ``tp`` is exposed."""
+
+    forward: Floats
+    backward: Floats
+    tp: Floats
+
+    @property
+    def inside(self) -> Floats:
+        """All of it."""
+        return self.forward + self.backward + self.tp
+
+
+class _Rank(NamedTuple):
+    """The pipeline rank with most to do, and its seconds for each microbatch."""
+
+    work: Work
+    compute: Floats
+    forward: Floats  # with exposed communication
+    busy: Floats  # forward and backward, with exposed communication
+
 
 def placements(table: LayoutTable) -> dict[str, Placement]:
     """Where the groups of each axis lie, tp innermost; and of the shard axes and the data axes joined."""
@@ -96,25 +125,19 @@ def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) 
     routes = {axis: place.route(cluster) for axis, place in placements(table).items()}
     tokens = table.micro_batch * job.seq / table.cp
     block = _block(model, job, cluster, table, routes, tokens)
-    blocks = slowest_blocks(table, model.layers)
-    head = [tokens * part for part in head_times(model, job, device, table.tp)]
-    embedding = [tokens * part for part in embedding_times(model, job, device)]
-    # a pipeline's ends have fewer layers where that pays, or are the slowest ranks themselves
-    ends = [one + other for one, other in zip(head, embedding, strict=True)]
-    relief = np.where(table.pp > 1, table.ends, 0)
-    inside = block.forward + block.backward + block.tp + block.cp
-    extra = np.maximum(sum(ends) - relief * inside, 0.0)
-    microbatch = blocks * (block.forward + block.backward) + extra
-    shard = shard_axis(table)
+    embedding, head = _ends(model, job, cluster, table, routes, tokens)
+    rank = _slowest(table, model.layers, block, embedding, head)
+    blocks, shard, m = rank.work.blocks, shard_axis(table), table.microbatches
     exposed = _scalar_times(table, routes)
-    m = table.microbatches
-    exposed["tp"] = exposed.get("tp", 0.0) + m * (
-        blocks * block.tp + _tp_ends(model, job, table, routes, tokens)
+    exposed["tp"] = exposed["tp"] + m * (
+        blocks * block.tp + rank.work.embedding * embedding.tp + rank.work.head * head.tp
     )
     exposed["cp"] = m * blocks * block.cp
     elements = unit_elements(model, table)
     units = _units(model, job, routes, shard, elements)
-    exposed[shard] = exposed[shard] + _exposed_shard(table, blocks, units, block, head[1], device.overlap)
+    exposed[shard] = exposed[shard] + _exposed_shard(
+        table, blocks, units, block, head.backward, device.overlap
+    )
     exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
         table, blocks, units, block, device.overlap
     )
@@ -122,8 +145,8 @@ def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) 
         elements[HEAD].shard + elements[EMBEDDING].shard
     )
     return StepTime(
-        compute=m * microbatch,
-        bubble=_bubble(model, job, table, routes, blocks, block, microbatch, tokens),
+        compute=m * rank.compute,
+        bubble=_bubble(model, job, table, routes, block, rank, tokens),
         exposed=exposed,
         optimizer=resting * optimizer_time_per_parameter(job, device),
     )
@@ -132,7 +155,9 @@ def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) 
 def flow_time(flow: Flow, route: Route) -> Floats:
     """How long a flow keeps its link busy [s]."""
     if flow.collective == "send":
-        return flow.launches * route.hop + flow.payload_bytes * route.hop_per_byte
+        return send_time(flow.payload_bytes, flow.launches, route)
+    if flow.collective == "all_to_all":
+        return trade_time(flow.payload_bytes, flow.launches, route)
     return ring_time(flow.payload_bytes, flow.launches, RING_SHARE[flow.collective], route)
 
 
@@ -173,10 +198,13 @@ def _block(
     vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
     tp = np.where(table.tp > 1, ring_time(rounds.forward + rounds.backward, 0, 1, routes["tp"]) * vector, 0.0)
     tp = tp + np.where(table.tp > 1, (rounds.forward + rounds.backward) * routes["tp"].latency, 0.0)
+    floor = block_floor(model, job, cluster.device, table.tp)
+    stall = np.maximum(floor.weights - tokens * times.weight_gradients, 0.0)  # of each product of the weights
+    repeated = np.where(table.recompute == 2, stall + floor.forward_launches, 0.0)
     return _Block(
-        forward=tokens * times.forward,
-        backward=tokens * (times.backward + again),
-        weight_gradients=tokens * times.weight_gradients,
+        forward=tokens * times.forward + stall + floor.forward_launches,
+        backward=tokens * (times.backward + again) + 2 * stall + floor.backward_launches + repeated,
+        weight_gradients=tokens * times.weight_gradients + stall,
         tp=tp,
         cp=_context_time(model, job, table, routes["cp"], tokens, times.attention, cluster.device.overlap),
     )
@@ -191,29 +219,61 @@ def _context_time(
     attention: Floats,
     overlap: float,
 ) -> Floats:
-    """Exposed time of context parallelism in one block: a ring hides under attention, the others do not."""
-    rounds = context_rounds(table, job.precision)
-    payload = keys_and_values(model, job.precision, table, tokens) * table.cp
-    passes = [ring_time(part * payload, part, 1, route) for part in (rounds.forward, rounds.backward)]
-    ring = _beyond(passes[0], tokens * attention, overlap)
-    ring = ring + _beyond(passes[1], 2.5 * tokens * attention, overlap)
+    """Exposed time of context parallelism in one block: a ring hides under attention, the others do not.
+
+    A rank computes on one part of the keys while the next arrives: the last one hides nothing.
+    """
+    rounds, cp = context_rounds(table, job.precision), table.cp
+    own = keys_and_values(model, job.precision, table, tokens)
+    again = np.where(table.recompute == 2, 1.0, 0.0)
+    under = tokens * attention * (cp - 1) / cp
+    ahead = send_time(rounds.forward * own * (cp - 1), rounds.forward * (cp - 1), route)
+    back = send_time(rounds.backward * own * (cp - 1), (1 + again) * (cp - 1) + cp, route)
+    ring = _beyond(ahead, under, overlap) + _beyond(back, (BACKWARD_ATTENTION + again) * under, overlap)
+    passes = rounds.forward + rounds.backward
+    gathered = ring_time(passes * own * cp, passes, 1, route)
     trades = traded_heads(model, job.precision, table, tokens)
-    traded = ring_time(
-        rounds.trades * trades, 4 * rounds.trades, 1, route._replace(latency=route.latency / table.cp)
-    )
-    kinds = [np.zeros(table.rows), ring, passes[0] + passes[1], traded]
+    traded = trade_time(rounds.trades * trades, 4 * rounds.trades, route)
     assert CONTEXT_KINDS == ("none", "ring", "all_gather", "ulysses")
-    return np.choose(table.cp_kind, kinds)
+    return np.choose(table.cp_kind, [np.zeros(table.rows), ring, gathered, traded])
 
 
-def _tp_ends(
-    model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route], tokens: Floats
-) -> Floats:
-    """Exposed tp time of embedding, head and loss for one microbatch; a pipeline's ends share it."""
+# A pipeline rank
+
+
+def _ends(
+    model: ModelSpec,
+    job: Job,
+    cluster: Cluster,
+    table: LayoutTable,
+    routes: Mapping[str, Route],
+    tokens: Floats,
+) -> tuple[_End, _End]:
+    """Embedding and head: over tp, each passes two rounds of one vector a token, and the loss three sums."""
     vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
     loss = 3 * WIDE_BYTES[job.precision] * tokens
-    time = ring_time(4 * vector + 2 * loss, 4 + 6, 1, routes["tp"])
-    return np.where(table.tp > 1, time / np.where(table.pp > 1, 2, 1), 0.0)
+    passed = ring_time(2 * vector, 2, 1, routes["tp"])
+    summed = ring_time(loss, 3, 2, routes["tp"])
+    times = embedding_times(model, job, cluster.device), head_times(model, job, cluster.device, table.tp)
+    embedding, head = ([tokens * part for part in end] for end in times)
+    return _End(embedding[0], embedding[1], passed), _End(head[0], head[1], passed + summed)
+
+
+def _slowest(table: LayoutTable, layers: int, block: _Block, embedding: _End, head: _End) -> _Rank:
+    """The rank that all others wait for, in every row."""
+    ranks = busiest_ranks(table, layers)
+    busy = [w.blocks * block.inside + w.embedding * embedding.inside + w.head * head.inside for w in ranks]
+    most = np.argmax(busy, axis=0)
+    work = Work(*(np.choose(most, parts) for parts in zip(*ranks, strict=True)))
+    forward = work.embedding * embedding.forward + work.head * head.forward
+    backward = work.embedding * embedding.backward + work.head * head.backward
+    beside = (work.embedding * embedding.tp + work.head * head.tp) / 2
+    return _Rank(
+        work,
+        compute=work.blocks * (block.forward + block.backward) + forward + backward,
+        forward=work.blocks * (block.forward + (block.tp + block.cp) / 2) + forward + beside,
+        busy=np.max(busy, axis=0),
+    )
 
 
 def _bubble(
@@ -221,30 +281,22 @@ def _bubble(
     job: Job,
     table: LayoutTable,
     routes: Mapping[str, Route],
-    blocks: Floats,
     block: _Block,
-    microbatch: Floats,
+    rank: _Rank,
     tokens: Floats,
 ) -> Floats:
     """Idle time of a pipeline rank: the closed form of each schedule, for the slowest rank's times."""
+    idle = np.zeros(table.rows)
     if not (table.pp > 1).any():
-        return np.zeros(table.rows)
-    inner = block.tp + block.cp
-    busy = microbatch + blocks * inner
-    forward = (
-        blocks
-        * (block.forward + inner / 2)
-        * busy
-        / np.maximum(blocks * (block.forward + block.backward + inner), 1e-30)
-    )
-    weight = blocks * block.weight_gradients
+        return idle
+    weight = rank.work.blocks * block.weight_gradients
     by_sequence = np.where(table.sp == 1, table.tp, 1)
     vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens / by_sequence
-    hop = np.where(table.pp > 1, routes["pp"].hop + vector * routes["pp"].hop_per_byte, 0.0)
-    idle = np.zeros(table.rows)
+    hop = np.where(table.pp > 1, send_time(vector, 1, routes["pp"]), 0.0)
     for code in np.unique(table.schedule[table.pp > 1]):
         rows = (table.schedule == code) & (table.pp > 1)
-        times = RankTimes(forward[rows], (busy - forward - weight)[rows], weight[rows], hop[rows])
+        backward = rank.busy[rows] - rank.forward[rows] - weight[rows]
+        times = RankTimes(rank.forward[rows], backward, weight[rows], hop[rows])
         idle[rows] = makespan_bubble(
             SCHEDULE_NAMES[code], table.pp[rows], table.chunks[rows], table.microbatches[rows], times
         )
@@ -292,9 +344,9 @@ def _exposed_shard(
     embedding, block, head = units[EMBEDDING], units[BLOCK], units[HEAD]
     forward, backward = times.forward, times.backward
     stage, m = table.zero_stage, table.microbatches
-    first = embedding.gather + block.gather  # nothing runs yet that could hide them
-    gathers = first + (blocks - 1) * _beyond(block.gather, forward, overlap)
-    gathers = gathers + _beyond(head.gather, forward, overlap)
+    inner = block.gather + (blocks - 1) * _beyond(block.gather, forward, overlap)
+    last_gather = _beyond(head.gather, forward, overlap)
+    gathers = embedding.gather + inner + last_gather  # nothing runs yet that could hide the first two
     last = block.reduce + embedding.reduce  # after the last block only the embedding's gradient is left
     reductions = _beyond(head.reduce, backward, overlap)
     reductions = reductions + (blocks - 1) * _beyond(block.reduce, backward, overlap)
@@ -307,7 +359,8 @@ def _exposed_shard(
     stage3 = _beyond(block.gather, head_backward, overlap) + np.where(blocks == 1, alone, several)
     per_step = gathers + np.where(stage == 2, m, 1) * (reductions + last)
     per_microbatch = gathers + stage3 + last
-    piped = gathers + blocks * block.reduce + np.maximum(head.reduce, embedding.reduce)
+    piped = inner + np.maximum(embedding.gather, last_gather)  # no rank holds both ends
+    piped = piped + blocks * block.reduce + np.maximum(head.reduce, embedding.reduce)
     flat = np.where(stage == 3, m * per_microbatch, per_step)
     return np.where(table.shard > 1, np.where(table.pp > 1, piped, flat), 0.0)
 

@@ -192,13 +192,13 @@ def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[st
 def keys_and_values(model: ModelSpec, precision: str, table: LayoutTable, tokens: Floats) -> Floats:
     """Keys and values of one context rank in one block [B]."""
     kv_heads = np.maximum(model.kv_heads / table.tp, 1)
-    return 2 * ELEMENT_BYTES[precision] * kv_heads * model.head_size * tokens
+    return np.asarray(2 * ELEMENT_BYTES[precision] * kv_heads * model.head_size * tokens)
 
 
 def traded_heads(model: ModelSpec, precision: str, table: LayoutTable, tokens: Floats) -> Floats:
     """What Ulysses trades in one pass of a block: queries, keys, values, and the output back [B]."""
     heads = 2 * model.heads / table.tp + 2 * np.maximum(model.kv_heads / table.tp, 1)
-    return ELEMENT_BYTES[precision] * heads * model.head_size * tokens
+    return np.asarray(ELEMENT_BYTES[precision] * heads * model.head_size * tokens)
 
 
 def context_rounds(table: LayoutTable, precision: str) -> Rounds:

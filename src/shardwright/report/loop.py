@@ -8,7 +8,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.report.terminal import bar, check_report, plan_report, predicted_against_measured, sparkline
+from shardwright.report.plan import plan_report
+from shardwright.report.terminal import bar, check_report, predicted_against_measured, sparkline
 from shardwright.units import format_bytes, format_count
 
 

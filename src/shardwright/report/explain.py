@@ -1,0 +1,159 @@
+"""What ``explain`` prints for people, from its JSON document."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.report.tables import table
+from shardwright.report.terminal import bar
+from shardwright.units import format_bytes, format_time
+
+TERMS = (
+    *("parameters", "gradients", "optimizer", "activations", "logits", "gathered"),
+    *("communicators", "context", "margin"),
+)
+"""Of a ledger, in the order of the document."""
+
+
+def explain_report(document: Mapping[str, Any]) -> RenderableType:
+    """Ledger, timeline, traffic and step time of one layout."""
+    return Group(
+        *_explain_head(document),
+        _ledger_table(document),
+        _timeline_table(document),
+        _activations_text(document),
+        _traffic_table(document),
+        _step_table(document),
+    )
+
+
+def _explain_head(document: Mapping[str, Any]) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    if document["assumed"]:
+        lines.append(Text("assumed: " + ", ".join(document["assumed"]), style="dim"))
+    units = ", ".join(_unit_text(unit) for unit in document["units"])
+    lines.append(Text(f"gathered at once, share of the parameters: {units}"))
+    if not document["stored_prediction_agrees"]:
+        lines.append(
+            Text(
+                "the prediction stored in the plan is not of this layout and version: computed afresh here",
+                style="yellow",
+            )
+        )
+    if not document["runnable"]:
+        lines.append(Text("not runnable: " + "; ".join(document["not_runnable_reasons"]), style="yellow"))
+    return lines
+
+
+def _unit_text(unit: Mapping[str, Any]) -> str:
+    copies = f" x {unit['copies']}" if unit["copies"] > 1 else ""
+    return f"{unit['kind']}{copies} {unit['share']:.1%}"
+
+
+def _ledger_table(document: Mapping[str, Any]) -> RenderableType:
+    """One rank with bars; of a pipeline the ranks that can be the heaviest, side by side."""
+    stages = document["stages"]
+    heaviest = max(stages, key=lambda stage: float(stage["total"]))
+    title = f"memory at the peak ({document['peak_moment']})"
+    memory = document["device"]["memory"]
+    if len(stages) == 1:
+        found = table(title, "term", "bytes", "", "of the device")
+        found.columns[2].justify = "left"
+        for name in (*TERMS, "total"):
+            share = heaviest[name] / memory
+            found.add_row(name, format_bytes(heaviest[name]), bar(share), f"{share:.1%}")
+    else:
+        heads = [f"rank {stage['stage']}" + ("*" if stage is heaviest else "") for stage in stages]
+        found = table(title, "term", *heads, f"of the device, rank {heaviest['stage']}")
+        found.add_row("layers", *(f"{stage['layers']}" for stage in stages))
+        in_flight = (f"{stage['microbatches_in_flight']:.4g}" for stage in stages)
+        found.add_row("microbatches in flight", *in_flight)
+        for name in (*TERMS, "total"):
+            share = heaviest[name] / memory
+            sizes = (format_bytes(stage[name]) for stage in stages)
+            found.add_row(name, *sizes, f"{share:.1%}", style="bold" if name == "total" else "")
+    rest = ", ".join(f"{name} {format_bytes(value)}" for name, value in heaviest["at_rest"].items())
+    foot = f"at rest, end of backward: {rest}"
+    if len(stages) > 1:
+        foot = f"* the heaviest rank, {foot}"
+        if document["layout"]["pp"] > len(stages):
+            foot += "; ranks between the second and the last hold what the second does, or less"
+    return Group(found, Text(foot))
+
+
+def _timeline_table(document: Mapping[str, Any]) -> Table:
+    highest = max(moment["allocated"] for moment in document["timeline"])
+    microbatch = document["peak_moment"].split(":")[0]
+    found = table(f"allocated through the {microbatch}", "moment", "allocated", "", text_columns=1)
+    found.columns[2].justify = "left"
+    for moment in document["timeline"]:
+        if not moment["moment"].startswith(microbatch):
+            continue
+        share = moment["allocated"] / highest
+        style = "bold" if share == 1.0 else ""
+        found.add_row(moment["moment"], format_bytes(moment["allocated"]), bar(share), style=style)
+    return found
+
+
+def _activations_text(document: Mapping[str, Any]) -> Text:
+    kept = document["activations"]
+    saved = sum(kept["saved_by_block"].values())
+    largest = sorted(kept["saved_by_block"].items(), key=lambda item: -item[1])[:6]
+    in_flight = kept["microbatches_in_flight"]
+    text = (
+        f"recompute {kept['recompute']}: a block keeps {format_bytes(saved)} of "
+        f"{format_bytes(kept['saved_by_block_without_recompute'])} a microbatch, "
+        f"x {kept['blocks']} blocks"
+        + (f" x {in_flight:.4g} microbatches in flight; most: " if in_flight != 1 else "; most: ")
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    )
+    if kept["kept_operations"]:
+        text += f"\nkept operations: {', '.join(kept['kept_operations'])}"
+    return Text(text)
+
+
+def _traffic_table(document: Mapping[str, Any]) -> RenderableType:
+    if not document["traffic"]:
+        return Text("traffic: none, one rank")
+    columns = ("axis", "collective", "link", "launches", "sent", "busy", "exposed")
+    found = table("traffic of a step, each rank", *columns, text_columns=3)
+    for column in found.columns:
+        column.min_width = len(str(column.header))
+    for column in found.columns[:2]:
+        column.no_wrap = True  # a name broken inside a word is no name
+    for flow in document["traffic"]:
+        found.add_row(
+            f"{flow['axis']} ({flow['degree']})".replace("+", "+\n"),
+            flow["collective"],
+            flow["link"],
+            f"{flow['launches']:,}",
+            format_bytes(flow["bytes"]),
+            format_time(flow["busy_time"]),
+            format_time(flow["exposed_time"]),
+        )
+    return found
+
+
+def _step_table(document: Mapping[str, Any]) -> RenderableType:
+    step = document["step"]
+    found = table("step time", "part", "time", "", "share")
+    found.columns[2].justify = "left"
+    rows = [("compute", step["compute"]), ("bubble", step["bubble"]), ("exposed", step["exposed"])]
+    if len(step["exposed_by_axis"]) > 1:
+        rows += [(f"  {axis}", time) for axis, time in step["exposed_by_axis"].items()]
+    for name, time in (*rows, ("optimizer", step["optimizer"])):
+        share = time / step["time"]
+        found.add_row(name, format_time(time), bar(share), f"{share:.1%}")
+    found.add_row("step", format_time(step["time"]), f"MFU {step['mfu']:.1%} (full-attention FLOPs)", "")
+    layout = document["layout"]
+    if layout["pp"] == 1:
+        return found
+    stages = f"{layout['pp']} ranks" + (f" x {layout['chunks']} chunks" if layout["chunks"] > 1 else "")
+    bubble = (
+        f"bubble: {layout['schedule']} on {stages}, {layout['microbatches']} microbatches: a rank is idle "
+        f"for {format_time(step['bubble'])}, {step['bubble_fraction']:.1%} of the step"
+    )
+    return Group(found, Text(bubble))

@@ -1,0 +1,139 @@
+"""What ``plan`` and ``plan --why`` print for people, from their JSON documents."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.report.tables import table
+from shardwright.report.terminal import bar
+from shardwright.units import format_bytes, format_time
+
+NOTHING = "-"
+
+LONGEST_WORD = len("InterleavedZeroBubble")
+"""Of a layout's label; narrower, words would be broken."""
+
+
+def plan_report(document: Mapping[str, Any]) -> RenderableType:
+    """Best layouts, those that are faster but only modelled, and why the others are out."""
+    best = document["best"]
+    parts: list[RenderableType] = [
+        Text(
+            f"{document['considered']:,} layouts considered, {document['evaluated']:,} evaluated, "
+            f"{document['feasible']:,} fit {format_bytes(document['device_memory'])} a device "
+            f"({format_time(document['search_time'])})"
+        )
+    ]
+    if document["assumed"]:
+        parts.append(Text("assumed: " + ", ".join(document["assumed"]), style="dim"))
+    bubbles = any(row["bubble_time"] > 0 for row in best)
+    if best[0]["runnable"] and document["ranking"] != "time":
+        faster = [row for row in best if not row["runnable"]]
+        parts.append(_layouts("best layouts", [row for row in best if row["runnable"]], bubbles))
+        if faster:
+            parts.append(_layouts("faster, but only modelled", faster, bubbles))
+    else:
+        runs = any(row["runnable"] for row in best)
+        title = "best layouts" if runs else "best layouts, only modelled"
+        parts.append(_layouts(title, best, bubbles, runs=runs))
+    if document["rejected"]:
+        parts.append(_rejected(document))
+    parts.append(Text(document["why"], style="green"))
+    if not best[0]["runnable"]:
+        parts.append(Text(_only_modelled(document), style="yellow"))
+    return Group(*parts)
+
+
+def _layouts(
+    title: str, rows: Sequence[Mapping[str, Any]], bubbles: bool, *, runs: bool = False
+) -> RenderableType:
+    columns = ["layout", "memory", "step", "tokens/s/GPU", "MFU", "exposed"]
+    columns += ["bubble"] if bubbles else []
+    columns += ["runs"] if runs else []
+    found = table(title, *columns)
+    found.columns[0].min_width = LONGEST_WORD
+    for column in found.columns[1:]:
+        column.no_wrap = True  # a number in two lines is two numbers
+    for row in rows:
+        cells = [
+            row["label"],
+            format_bytes(row["memory"]["device"]),
+            format_time(row["step_time"]),
+            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            f"{row['mfu']:.1%}",
+            f"{row['exposed_time'] / row['step_time']:.1%}",
+        ]
+        cells += [f"{row['bubble_time'] / row['step_time']:.1%}"] if bubbles else []
+        found.add_row(*cells, *(["yes" if row["runnable"] else "no"] if runs else []))
+    return found
+
+
+def _rejected(document: Mapping[str, Any]) -> Table:
+    found = table("rejected", "layouts", "reason", text_columns=2)
+    for reason, count in document["rejected"].items():
+        found.add_row(f"{count:,}", f"{reason}: {document['rejected_notes'].get(reason, '')}")
+    return found
+
+
+def _only_modelled(document: Mapping[str, Any]) -> str:
+    """That train will refuse the best, and what would run."""
+    text = f"train will refuse the best: {'; '.join(document['not_runnable_reasons'])}"
+    if document["feasible_runnable"]:
+        return (
+            f"{text}; {document['feasible_runnable']:,} layouts that fit do run: rank these with --runnable"
+        )
+    return f"{text}; no layout that train can execute is left"
+
+
+# plan --why
+
+
+def why_report(document: Mapping[str, Any]) -> RenderableType:
+    """One layout: rules it breaks, or memory by term, step by part, and what to say of them."""
+    why = document["why_layout"]
+    parts: list[RenderableType] = [Text(f"[{why['label']}]", style="bold")]
+    if why["completed"]:
+        filled = ", ".join(f"{name}={_value(value)}" for name, value in why["completed"].items())
+        parts.append(Text(f"not asked for, taken as: {filled}", style="dim"))
+    if why["faults"]:
+        found = table("it cannot be", "broken rule", "", text_columns=2)
+        for fault in why["faults"]:
+            found.add_row(fault["code"], fault["message"])
+        return Group(*parts, found)
+    parts += [_memory_table(why["memory"], why["layout"]["pp"] > 1), _step_table(why["step"])]
+    parts += [Text(sentence, style="green") for sentence in why["verdict"]]
+    return Group(*parts)
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _memory_table(memory: Mapping[str, Any], piped: bool) -> Table:
+    limit = memory["limit"]
+    rank = f" of pipeline rank {memory['stage']}, the heaviest" if piped else " at the peak"
+    found = table(f"memory{rank}", "term", "bytes", "", "of the device")
+    found.columns[2].justify = "left"
+    for term, size in memory.items():
+        if term not in ("stage", "limit", "left"):
+            found.add_row(term, format_bytes(size), bar(size / limit), f"{size / limit:.1%}")
+    return found
+
+
+def _step_table(step: Mapping[str, Any]) -> Table:
+    found = table("step time", "part", "this", "best", "difference")
+    whole = {"part": "step", "time": step["time"], "best": step["best_time"]}
+    whole["difference"] = None if step["best_time"] is None else step["time"] - step["best_time"]
+    for row in (*step["parts"], whole):
+        if not row["time"] and not row["best"]:
+            continue
+        difference = row["difference"]
+        change = "equal" if difference == 0 else NOTHING
+        if difference:
+            change = ("-" if difference < 0 else "+") + format_time(abs(difference))
+        best = NOTHING if row["best"] is None else format_time(row["best"])
+        found.add_row(row["part"], format_time(row["time"]), best, change)
+    return found

@@ -1,0 +1,143 @@
+"""``plan --why``: a layout read from words, completed, judged by rules, memory and time."""
+
+import numpy as np
+import pytest
+
+from shardwright.cluster import cluster_of
+from shardwright.errors import LayoutError
+from shardwright.job import Job
+from shardwright.layout import CONTEXT_KINDS, SCHEDULE_NAMES, Layout
+from shardwright.model import preset
+from shardwright.plan.asked import completed, layout_fields, parse_layout
+from shardwright.plan.explain import plan_of
+from shardwright.plan.search import search
+from shardwright.plan.why import answer_why, why_layout
+
+MODEL = preset("llama-3.1-70b")
+JOB = Job(seq=8192, global_batch=32)
+CLUSTER = cluster_of("h100-sxm", 32)
+LIMIT = float(CLUSTER.device.memory)
+BEST = plan_of(MODEL, JOB, CLUSTER, Layout(dp_shard=32, zero_stage=3, recompute="full"))
+
+
+def why(text, model=MODEL, job=JOB, cluster=CLUSTER, best=BEST, limit=LIMIT):
+    return why_layout(model, job, cluster, parse_layout(text), limit, best)
+
+
+def codes(text, **changes):
+    return [fault["code"] for fault in why(text, **changes)["faults"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("tp=16 pp=4", {"tp": 16, "pp": 4}),
+        ("TP=8, sp,PP=2", {"tp": 8, "sp": 1, "pp": 2}),
+        ("no-sp", {"sp": 0}),
+        ("sp=false", {"sp": 0}),
+        ("zb-h1 v=2", {"schedule": SCHEDULE_NAMES.index("ZB-H1"), "chunks": 2}),
+        ("schedule=1f1b", {"schedule": SCHEDULE_NAMES.index("1F1B")}),
+        ("all-gather cp=2", {"cp_kind": CONTEXT_KINDS.index("all_gather"), "cp": 2}),
+        (
+            "zero=1 b=2 m=3 recompute=full",
+            {"zero_stage": 1, "micro_batch": 2, "microbatches": 3, "recompute": 2},
+        ),
+    ],
+)
+def test_words_become_columns(text, columns):
+    assert parse_layout(text) == columns
+
+
+def test_what_is_missing_is_completed():
+    layout = Layout(**layout_fields(completed({"tp": 4, "pp": 2, "cp": 2}, MODEL, JOB, 32), MODEL))
+    assert layout.label == "pp=2 dp_shard=2 cp=2 tp=4 ring 1F1B zero=1 b=1 m=16"
+    flat = Layout(**layout_fields(completed({"tp": 4, "dp_replicate": 2}, MODEL, JOB, 32), MODEL))
+    assert flat.label == "dp_replicate=2 dp_shard=4 tp=4 zero=3 b=1 m=4"
+    whole = Layout(**layout_fields(completed({"dp": 8, "dp_shard": 1, "tp": 4}, MODEL, JOB, 32), MODEL))
+    assert whole.label == "dp_replicate=8 tp=4 zero=0 b=1 m=4"
+
+
+def test_every_label_of_the_planner_reads_back():
+    model, job = preset("llama-3.1-8b"), Job(seq=4096, global_batch=16)
+    result = search(model, job, cluster_of("h100-sxm", 8))
+    rows = np.random.default_rng(0).choice(len(result.rows), 200, replace=False)
+    for row in rows.tolist():
+        layout = result.layout(row)
+        again = Layout(**layout_fields(completed(parse_layout(layout.label), model, job, 8), model))
+        assert again.label == layout.label
+        assert again.model_copy(update={"stage_layers": layout.stage_layers}) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("tp=3", ["ranks", "tp_heads", "tp_kv_heads", "tp_ffn"]),
+        ("dp_shard=3 tp=8", ["ranks", "global_batch"]),
+        ("cp=16 ulysses", ["ulysses_heads"]),
+        ("pp=4 zero=3", ["layout"]),
+        ("1F1B", ["layout"]),
+        ("pp=32 v=4 LoopedBFS", ["stages"]),
+        ("pp=2000000000", ["stages", "ranks", "schedule"]),
+        ("pp=16 m=8 dp_shard=2 b=2", ["schedule"]),
+        ("dp=8 dp_shard=4 dp_replicate=4 tp=2", ["dp"]),
+    ],
+)
+def test_every_broken_rule_is_named(text, broken):
+    found = why(text)
+    assert [fault["code"] for fault in found["faults"]] == broken
+    assert found["verdict"] == [fault["message"] for fault in found["faults"]]
+    assert found["memory"] is found["step"] is found["layout"] is None
+
+
+def test_a_pipeline_of_tied_embeddings_is_refused():
+    assert codes("pp=4", model=preset("llama-3.2-1b")) == ["tied_embeddings"]
+
+
+def test_a_layout_that_fits_is_compared_part_by_part():
+    found = why("tp=8 sp pp=4")
+    memory, step = found["memory"], found["step"]
+    assert found["faults"] == []
+    assert memory["left"] == memory["limit"] - memory["total"] > 0
+    assert sum(row["time"] for row in step["parts"]) == pytest.approx(step["time"])
+    assert sum(row["best"] for row in step["parts"]) == pytest.approx(step["best_time"])
+    assert sum(row["difference"] for row in step["parts"]) == pytest.approx(step["time"] - step["best_time"])
+    assert {"bubble", "exposed tp"} <= {row["part"] for row in step["parts"]}
+    assert step["best_label"] == BEST.layout.label
+    assert found["runnable"] is False
+    assert found["verdict"][0].startswith("it fits, ")
+
+
+def test_tp_beyond_a_node_is_said_with_its_bytes():
+    sentence = next(
+        each for each in why("tp=16 sp recompute=full pp=2")["verdict"] if "tp=16 reaches" in each
+    )
+    assert "reaches over 2 nodes of 8 devices" in sentence
+    assert "between nodes" in sentence
+    assert not any("reaches" in each for each in why("tp=8 sp pp=4")["verdict"])
+
+
+def test_what_does_not_fit_is_told_what_would():
+    found = why("dp_shard=32 b=1")
+    assert found["memory"]["left"] < 0
+    other = found["fits_with"]
+    assert other["label"] == "dp_shard=32 zero=3 b=1 m=1 recompute=full"
+    assert other["total"] <= LIMIT
+    assert any(other["label"] in sentence for sentence in found["verdict"])
+    assert why("dp_replicate=32")["fits_with"] is None
+
+
+def test_an_answer_holds_the_search_too():
+    answer = answer_why("tp=8 pp=4", MODEL, JOB, CLUSTER, {}, top=2)
+    assert answer.nothing is None
+    assert answer.best is not None
+    assert answer.document["why_layout"]["asked"] == "tp=8 pp=4"
+    assert answer.document["why_layout"]["step"]["best_label"] == answer.document["best"][0]["label"]
+    nothing = answer_why("tp=8", MODEL, JOB, CLUSTER, {}, max_memory="1 GiB")
+    assert nothing.best is None
+    assert nothing.document["why_layout"]["step"]["best_time"] is None
+
+
+@pytest.mark.parametrize("text", ["tp", "foo=3", "tp=-1", "tp=1.5", "zero=4", "schedule=x", "tp=2 tp=3", ""])
+def test_words_that_name_no_layout(text):
+    with pytest.raises(LayoutError, match="--why"):
+        parse_layout(text)

@@ -140,6 +140,7 @@ def test_planning_loads_no_torch(tmp_path):
             "--global-batch=16",
             "--json",
         ],
+        ["plan", "bytes-5m", "--gpus=2", "--seq=64", "--global-batch=4", "--modelled", "--why", "tp=2"],
         ["params", "llama-3.1-8b"],
         ["presets"],
     ],

@@ -154,8 +154,8 @@ PIPED = {"pp": 2, "schedule": "1F1B", "stage_layers": [16, 16]}
     ("fields", "fault"),
     [
         (PIPED | {"dp_shard": 2, "zero_stage": 2},
-         "zero_stage=2 does not go with pp=2: a pipeline holds a stage's parameters and gradients whole through "
-         "the step, use zero_stage 0 or 1"),
+         "zero_stage=2 does not go with pp=2: a pipeline holds a stage's parameters and gradients whole "
+         "through the step, use zero_stage 0 or 1"),
         (PIPED | {"dp_shard": 2, "zero_stage": 3}, "zero_stage=3 does not go with pp=2: a pipeline holds"),
         (PIPED | {"schedule": "none"},
          "schedule='none' does not go with pp=2: use one of GPipe, 1F1B, LoopedBFS, Interleaved1F1B, "
@@ -165,7 +165,8 @@ PIPED = {"pp": 2, "schedule": "1F1B", "stage_layers": [16, 16]}
          "stage_layers=[32] does not go with pp=2 x chunks=1: give the layers of 2 stages"),
         (PIPED | {"chunks": 2, "schedule": "Interleaved1F1B"},
          "stage_layers=[16, 16] does not go with pp=2 x chunks=2: give the layers of 4 stages"),
-        ({"stage_layers": [32]}, "stage_layers=[32] does not go with pp=1 x chunks=1: give the layers of no stages"),
+        ({"stage_layers": [32]},
+         "stage_layers=[32] does not go with pp=1 x chunks=1: give the layers of no stages"),
         ({"chunks": 2, "stage_layers": [16, 16]},
          "chunks=2 does not go with pp=1: a single rank is not interleaved, use 1"),
         ({"cp": 2, "zero_stage": 3},
@@ -173,8 +174,8 @@ PIPED = {"pp": 2, "schedule": "1F1B", "stage_layers": [16, 16]}
         ({"cp_kind": "ring"}, "cp_kind='ring' does not go with cp=1: use 'none'"),
         ({"sp": True}, "sp=true does not go with tp=1: sequence parallelism splits over tp"),
         ({"cp": 2, "cp_kind": "ring"},
-         "zero_stage=0 does not go with dp_shard=1 x cp=2: stage 0 means dp_shard=1 and cp=1, stages 1 to 3 split "
-         "over two ranks and more"),
+         "zero_stage=0 does not go with dp_shard=1 x cp=2: stage 0 means dp_shard=1 and cp=1, stages 1 to 3 "
+         "split over two ranks and more"),
     ],
 )  # fmt: skip
 def test_axes_agree_with_each_other(fields, fault):
@@ -253,7 +254,9 @@ def test_tp_and_the_shape_of_the_model():
     assert faults_of(odd, tp=8) == {"tp_ffn": "tp=8 does not divide ffn=14340 (model llama-3.1-8b)"}
 
 
-@pytest.mark.parametrize(("cp", "seq", "good"), [(2, 4096, True), (2, 4098, False), (3, 4096, False), (3, 6, True)])
+@pytest.mark.parametrize(
+    ("cp", "seq", "good"), [(2, 4096, True), (2, 4098, False), (3, 4096, False), (3, 6, True)]
+)
 def test_a_sequence_is_cut_in_two_parts_for_each_context_rank(cp, seq, good):
     found = faults_of(preset("llama-3.1-8b"), seq, cp=cp, cp_kind="ring", zero_stage=3)
     message = f"cp={cp} does not divide seq={seq} into two equal parts a rank, which balance causal work"
@@ -282,8 +285,8 @@ def test_no_layer_is_lost_between_stages():
 def test_a_tied_embedding_stays_on_one_stage():
     model = preset("llama-3.2-1b")
     assert faults_of(model, pp=2, schedule="1F1B", stage_layers=(8, 8)) == {
-        "tied_pipeline": "pp=2 would put the tied embedding of model llama-3.2-1b on two stages, which is not "
-        "modelled: use pp=1"
+        "tied_pipeline": "pp=2 would put the tied embedding of model llama-3.2-1b on two stages, which is "
+        "not modelled: use pp=1"
     }
 
 

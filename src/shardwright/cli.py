@@ -152,11 +152,11 @@ def plan(
     warmup_steps: opt.WarmupSteps = 0,
     eval_every: opt.EvalEvery = 0,
     seed: opt.Seed = 0,
-    tp: opt.Degree = None,
-    pp: opt.Degree = None,
-    cp: opt.Degree = None,
-    dp_replicate: opt.Degree = None,
-    dp_shard: opt.Degree = None,
+    tp: opt.Tp = None,
+    pp: opt.Pp = None,
+    cp: opt.Cp = None,
+    dp_replicate: opt.DpReplicate = None,
+    dp_shard: opt.DpShard = None,
     sp: opt.Sp = None,
     cp_kind: opt.CpKind = None,
     schedule: opt.ScheduleOption = None,
@@ -174,18 +174,10 @@ def plan(
     as_json: opt.JsonOption = False,
 ) -> None:
     """Find the fastest layout of a job that fits, and say why the others are out."""
-    from shardwright.plan.finding import find
-    from shardwright.plan.why import answer_why
-
     spec = model_from(model)
     cluster = _cluster(cluster_file, device_name, gpus, gpus_per_node)
-    numbers: dict[str, float] = {
-        "seq": seq,
-        "global_batch": global_batch,
-        "steps": steps,
-        "eval_every": eval_every,
-    }
-    numbers |= {"learning_rate": learning_rate, "warmup_steps": warmup_steps, "seed": seed}
+    numbers: dict[str, float] = {"seq": seq, "global_batch": global_batch, "steps": steps, "seed": seed}
+    numbers |= {"learning_rate": learning_rate, "warmup_steps": warmup_steps, "eval_every": eval_every}
     names = {"accounting": accounting.value, "optimizer": optimizer.value}
     default = "fp32" if cluster.device.kind == "cpu" else "bf16"
     job = Job.checked({**numbers, **names, "precision": default if precision is None else precision.value})
@@ -195,7 +187,14 @@ def plan(
     ranking = _ranking(runnable, modelled)
     if measure:
         cluster = _measured(spec, job, cluster)
-    search = (spec, job, cluster, fixed, max_memory, top, ranking)
+    _search(why, output, as_json, spec, job, cluster, fixed, max_memory, top, ranking)
+
+
+def _search(why: str | None, output: Path | None, as_json: bool, *search: Any) -> None:
+    """Print what ``find`` or, with a layout to judge, ``answer_why`` says to the arguments ``search``."""
+    from shardwright.plan.finding import find
+    from shardwright.plan.why import answer_why
+
     if why is None:
         found = find(*search)
         _write(found.best, output)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cluster import Cluster, Link, cluster_of
-from shardwright.plan.collectives import Placement, ring_time
+from shardwright.plan.collectives import Placement, ring_time, send_time, trade_time
 
 INTRA, INTER = Link(bandwidth=100e9, latency=1e-6), Link(bandwidth=10e9, latency=10e-6)
 
@@ -143,3 +143,26 @@ def test_columns_broadcast_and_equal_rows_alone():
     column = ring_time(1e9, np.array([1, 2, 3, 4]), 2, Placement(degree, stride).route(where))
     rows = [seconds(1e9, n + 1, 2, place(degree[n], stride[n]), where) for n in range(4)]
     assert column.tolist() == rows
+
+
+def test_a_send_takes_a_hop_on_the_slowest_link_between_neighbours():
+    for per_node, link in ((8, INTRA), (4, INTER)):
+        route = place(8).route(cluster(8, per_node))
+        assert send_time(1e9, 5, route)[0] == pytest.approx(5 * link.latency + 1e9 / link.bandwidth)
+
+
+def test_a_trade_leaves_a_node_by_the_ranks_own_link():
+    """Not by those of all ranks of the node, as a ring does: NVIDIA/nccl-tests issue 267."""
+    inside = trade_time(8e9, 4, place(8).route(cluster(8, 8)))[0]
+    assert inside == pytest.approx(4 * 1e-6 + 7e9 / 100e9)
+    across = trade_time(8e9, 4, place(8).route(cluster(8, 4)))[0]
+    assert across == pytest.approx(4 * 10e-6 + 4e9 / 10e9)
+    mostly_inside = cluster(8, 4, inter=Link(bandwidth=1000e9, latency=0))
+    assert trade_time(8e9, 0, place(8).route(mostly_inside))[0] == pytest.approx(3e9 / 100e9)
+
+
+def test_a_ring_is_no_slower_than_a_trade():
+    where = cluster(64, 8)
+    for degree, stride in ((64, 1), (16, 1), (8, 8), (4, 16)):
+        route = place(degree, stride).route(where)
+        assert ring_time(1e9, 0, 1, route)[0] <= trade_time(1e9, 0, route)[0] + 1e-12

@@ -92,9 +92,7 @@ def test_the_ideal_device_takes_the_models_flops_over_its_peak(layers, heads, sh
 def test_parts_of_a_block(name, precision):
     job = JOB.model_copy(update={"precision": precision})
     found = block_times(LLAMA, job, device(name))
-    assert (
-        0 < found.recompute_selective < found.recompute_full < found.forward < found.backward
-    )
+    assert 0 < found.recompute_selective < found.recompute_full < found.forward < found.backward
 
 
 def test_full_recomputation_leaves_out_the_last_product():

@@ -12,11 +12,11 @@ from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.accounting import ACCOUNTINGS, state_bytes_per_parameter
-from shardwright.plan.activations import ELEMENT_BYTES
-from shardwright.plan.memory import memory_ledger
+from shardwright.plan.activations import ELEMENT_BYTES, block_activations
+from shardwright.plan.memory import device_memory, ledgers, memory_ledger
 from shardwright.plan.moments import timeline
 from shardwright.plan.params import BLOCK, ROOT, parameter_table, root_only_table
-from shardwright.plan.table import table_of
+from shardwright.plan.table import stage_layers, table_of
 from shardwright.units import GiB
 
 H100 = device("h100-sxm")
@@ -229,3 +229,194 @@ def test_wrapping_the_root_only_gathers_15_gib_at_once():
     assert round(at_once / GiB, 2) == 14.96
     assert round(largest / GiB, 2) == 0.98  # the head; a block has 0.41
     assert round(ELEMENT_BYTES["bf16"] * table.unit(BLOCK).numel / GiB, 2) == 0.41
+
+
+# Pipelines, tp and context
+
+
+def split_layout(model, **fields):
+    """A layout of some axes, with what goes with them."""
+    recompute, stages = fields.get("recompute", "none"), fields.get("pp", 1) * fields.get("chunks", 1)
+    ends = fields.pop("ends", 0)
+    values = {
+        "schedule": "1F1B" if stages > 1 else "none",
+        "stage_layers": stage_layers(model.layers, stages, ends) if stages > 1 else (),
+        "zero_stage": (1 if stages > 1 else 3) if fields.get("cp", 1) * fields.get("dp_shard", 1) > 1 else 0,
+        "kept": KEPT_BY_SELECTIVE if recompute == "selective" else (),
+    }
+    return Layout.checked(values | fields)
+
+
+def ranks_of(model, job, **fields):
+    """Ledgers of one layout by pipeline rank."""
+    table = table_of([split_layout(model, **fields)], model.layers)
+    return {ledger.stage.name: ledger for ledger in ledgers(model, job, H100, table)}
+
+
+LLAMA_70B, LONG = preset("llama-3.1-70b"), job_of(seq=8192)
+HALVES = {"tp": [1, 2, 4, 8], "cp": [1, 2, 4, 8]}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE_KINDS)
+@pytest.mark.parametrize("axis", HALVES)
+def test_more_tp_or_cp_never_takes_more_activations_or_state(axis, recompute):
+    """Of any moment; at the peak itself one kind may grow, where it moves to another moment. What full
+    recomputation keeps, the residuals, tp alone does not split, nor the norms around the head."""
+    rows = [
+        split_layout(LLAMA_70B, **{axis: n}, cp_kind="ring" if axis == "cp" and n > 1 else "none",
+                     recompute=recompute)
+        for n in HALVES[axis]
+    ]  # fmt: skip
+    ledger = ledger_of(LLAMA_70B, LONG, *rows)
+    table = table_of(rows, LLAMA_70B.layers)
+    held = [held for _, _, held in timeline(LLAMA_70B, LONG, table, ledger.stage)]
+    activations, logits = (
+        np.max([getattr(h, kind) for h in held], axis=0) for kind in ("activations", "logits")
+    )
+    for column in (activations, logits, state(ledger), ledger.allocated):
+        assert (np.diff(column) <= 0).all()
+        assert column[-1] < column[0] or (axis, recompute, column is activations) == ("tp", "full", True)
+
+
+@few
+@given(
+    models,
+    jobs,
+    st.sampled_from([{"tp": 2}, {"tp": 4}, {"cp": 2, "cp_kind": "ring"}, {"cp": 2, "cp_kind": "ulysses"},
+                     {"pp": 2, "microbatches": 4}, {"pp": 4, "microbatches": 4, "schedule": "GPipe"}]),
+)  # fmt: skip
+def test_every_rank_of_every_axis_adds_up(model, job, fields):
+    """Peak, margin, communicators and context of each rank that can be the heaviest; and the table's sum."""
+    layers = max(model.layers, fields.get("pp", 1))
+    model = model.model_copy(update={"layers": layers, "tied_embeddings": "pp" not in fields})
+    found = ranks_of(model, job, **fields)
+    expected = {1: {"only"}, 2: {"first", "last"}, 4: {"first", "second", "last"}}
+    assert set(found) == expected[fields.get("pp", 1)]
+    for ledger in found.values():
+        held = ledger.parameters + ledger.optimizer + ledger.at_peak.total
+        assert ledger.allocated == held
+        assert ledger.device == held * (1 + H100.allocator_margin) + ledger.communicators + H100.context
+    table = table_of([split_layout(model, **fields)], model.layers)
+    heaviest = max(float(ledger.device[0]) for ledger in found.values())
+    assert device_memory(model, job, H100, table)[0] == pytest.approx(heaviest, rel=1e-12)
+
+
+def test_stages_hold_the_layers_and_ends_they_run():
+    """Parameters of all ranks of a pipeline add up to the model's."""
+    found = ranks_of(LLAMA_70B, LONG, pp=8, microbatches=8)
+    unit = {unit.kind: unit.numel for unit in parameter_table(LLAMA_70B).units}
+    assert found["first"].parameters == 4 * (10 * unit[BLOCK] + unit["embedding"])
+    assert found["second"].parameters == 4 * 10 * unit[BLOCK]
+    assert found["last"].parameters == 4 * (10 * unit[BLOCK] + unit["head"])
+    whole = found["first"].parameters + 6 * found["second"].parameters + found["last"].parameters
+    assert whole == 4 * parameter_table(LLAMA_70B).parameters
+
+
+def test_the_first_stage_of_a_70b_is_the_heaviest():
+    """It has the embedding and as many microbatches in flight as there are stages; the last has one."""
+    found = ranks_of(LLAMA_70B, LONG, pp=8, tp=8, microbatches=64)
+    first, second, last = (float(found[name].device[0]) for name in ("first", "second", "last"))
+    assert first > second > last
+    assert [found[name].stage.in_flight.tolist() for name in found] == [[8], [7], [1]]
+    table = table_of([split_layout(LLAMA_70B, pp=8, tp=8, microbatches=64)], 80)
+    assert memory_ledger(LLAMA_70B, LONG, H100, table).stage.name == "first"
+
+
+def test_lighter_ends_relieve_the_first_stage():
+    even, lighter = (
+        ranks_of(LLAMA_70B, LONG, pp=8, tp=8, microbatches=64, ends=ends)["first"].allocated
+        for ends in (0, 1)
+    )
+    assert lighter < even
+
+
+@pytest.mark.parametrize("m", [1, 4, 8, 32])
+def test_a_pipeline_holds_min_of_microbatches_and_stages(m):
+    """1F1B, shared FORMULAE 2.6: each further microbatch in flight is what a stage saves, and its output."""
+    found = ranks_of(LLAMA_70B, LONG, pp=8, microbatches=m)["first"]
+    one = ranks_of(LLAMA_70B, LONG, pp=8, microbatches=1)["first"]
+    saved = block_activations(LLAMA_70B, "bf16", "none").saved_bytes
+    more = (min(m, 8) - 1) * 8192 * (10 * saved + 2 * LLAMA_70B.hidden)
+    ids = (m - 1) * 16 * 8192  # and the ids of every microbatch
+    running_loss = 16 if m > 1 else 0
+    grown = found.at_peak.activations - one.at_peak.activations
+    assert abs(grown - more - ids) <= running_loss + 8192 * 10 * saved  # the peak may move by a moment
+    assert found.stage.in_flight == min(m, 8)
+
+
+def test_interleaving_holds_more_than_one_chunk_a_rank():
+    one, three = (
+        ranks_of(LLAMA_70B, LONG, pp=8, microbatches=64, **more)["first"]
+        for more in ({}, {"chunks": 2, "schedule": "Interleaved1F1B"})
+    )
+    assert three.stage.in_flight == 8 * (1 + 7 / 16)
+    assert three.at_peak.activations > 1.4 * one.at_peak.activations
+
+
+def test_gpipe_holds_every_microbatch():
+    few, many = (
+        ranks_of(LLAMA_70B, LONG, pp=8, schedule="GPipe", microbatches=m)["last"].at_peak.activations
+        for m in (8, 64)
+    )
+    assert many == pytest.approx(8 * few, rel=0.05)
+
+
+def test_sp_splits_residuals_and_keeps_norm_outputs_whole():
+    """Of a layer at rest: 4h of residuals to tp, 4h of norm outputs stay; shared FORMULAE 2.2, DTensor."""
+    whole, split = (
+        ranks_of(LLAMA_70B, LONG, tp=8, sp=sp)["only"].at_peak.activations[0] for sp in (False, True)
+    )
+    saved = 80 * 8192 * (4 * LLAMA_70B.hidden + 8) * 7 / 8
+    assert whole - split == pytest.approx(saved, rel=0.02)
+
+
+def test_context_ranks_share_the_sequence():
+    job = job_of(seq=131072)
+    layouts = [
+        split_layout(LLAMA_70B, recompute="full", cp=n, cp_kind=kind)
+        for n, kind in ((1, "none"), (8, "ring"))
+    ]
+    table = table_of(layouts, LLAMA_70B.layers)
+    stage = ledger_of(LLAMA_70B, job, *layouts).stage
+    held = [held for _, _, held in timeline(LLAMA_70B, job, table, stage)]
+    one, eight = np.max([h.activations for h in held], axis=0)
+    assert eight == pytest.approx(one / 8, rel=0.05)
+    one, eight = np.max([h.logits for h in held], axis=0)
+    assert eight == one / 8
+
+
+def test_tp_leaves_norms_whole_in_the_state():
+    one, eight = (ranks_of(LLAMA_70B, LONG, tp=tp)["only"].parameters[0] / 4 for tp in (1, 8))
+    norms = (80 * 2 + 1) * LLAMA_70B.hidden
+    assert eight - norms == (one - norms) / 8
+
+
+def test_each_axis_of_several_ranks_has_a_communicator():
+    fields = {
+        "pp": 2,
+        "dp_replicate": 2,
+        "dp_shard": 2,
+        "cp": 2,
+        "cp_kind": "ring",
+        "tp": 2,
+        "microbatches": 2,
+    }
+    ledger = ranks_of(LLAMA_70B, LONG, **fields)["first"]
+    assert ledger.communicators == 6 * H100.communicator  # and the data axes joined
+
+
+@pytest.mark.parametrize(
+    ("layers", "h", "p", "gigabytes"),
+    [
+        (48, 6144, 1, 45.5625),
+        (96, 12288, 8, 45.5625),
+        (105, 20480, 35, 31.640625),
+        (128, 25600, 64, 32.958984375),
+    ],
+)
+def test_parameters_and_optimizer_of_four_gpts(layers, h, p, gigabytes):
+    """18 B of Megatron's accounting on 12 L h^2 / (tp 8 x pp); arXiv:2205.05198, figure 1, as
+    calculon-ai/calculon validation.py prints them for 22B, 175B, 530B and 1T."""
+    each = state_bytes_per_parameter(ACCOUNTINGS["megatron"], ADAM, 0, 1)
+    assert each == 18
+    assert each * 12 * layers * h**2 / (8 * p) == gigabytes * GiB

@@ -23,10 +23,10 @@ from shardwright.layout import (
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.explain import predict
 from shardwright.plan.finding import find
-from shardwright.plan.memory import memory_ledger
+from shardwright.plan.memory import device_memory, memory_ledger
 from shardwright.plan.schedule import why_not
 from shardwright.plan.search import FITS, check_found, runnable_rows, search
-from shardwright.plan.step import step_time
+from shardwright.plan.step import mfu, step_time
 from shardwright.plan.table import stage_layers, table_of
 from shardwright.units import GiB
 
@@ -125,8 +125,8 @@ def test_search_is_trying_every_layout_alone(ranks, share, extra, memory):
      (4, 6, {"layers": 4, "kv_heads": 1})],
 )  # fmt: skip
 def test_search_over_several_axes_is_trying_every_layout_alone(ranks, batch, changes):
-    """Uneven stages, interleaving, more tp than key/value heads, context over two nodes, tied embeddings; of the
-    many layouts some dozens are computed alone."""
+    """Uneven stages, interleaving, more tp than key/value heads, context over two nodes, tied embeddings; of
+    the many layouts some dozens are computed alone."""
     model = SPEC.model_copy(update=changes)
     job, cluster = Job(seq=64, global_batch=batch), small_cluster(ranks, 6 * 2**20)
     found, every = search(model, job, cluster), every_layout(model, job, cluster)
@@ -190,8 +190,8 @@ def reason_of(job, cluster, model=SPEC, **fixed):
 def test_fewer_samples_than_ranks():
     message = reason_of(Job(seq=61, global_batch=6), cluster_of("h100-sxm", 8), model=WHOLE)
     assert message == (
-        "no layout works, of 4 considered: fewer_samples_than_ranks (4): ranks with a sequence each outnumber "
-        "global_batch=6, of 8 ranks at least 8: use at most 6 data ranks or a larger global batch"
+        "no layout works, of 4 considered: fewer_samples_than_ranks (4): ranks with a sequence each "
+        "outnumber global_batch=6, of 8 ranks at least 8: use at most 6 data ranks or a larger global batch"
     )
 
 
@@ -310,3 +310,68 @@ def test_time_of_a_large_search(record_property):
     record_property("layouts", len(found.rows))
     print(f"{len(found.rows)} layouts in {found.search_time * 1e3:.1f} ms, {rate:,.0f}/s")
     assert math.isfinite(rate)
+
+
+# Classic answers
+
+
+def by_time(found):
+    """Fitting rows, fastest first, whether they run or are only modelled; and their table."""
+    order = found.best[np.argsort(found.time[found.best], kind="stable")]
+    return order, found.evaluated(order)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq", "batch", "ranks"),
+    [("llama-3.1-8b", 8192, 8, 64), ("llama-3.1-70b", 8192, 16, 64), ("llama-3.1-70b", 8192, 8, 128)],
+)
+def test_tp_never_crosses_a_node_when_another_layout_fits(name, seq, batch, ranks):
+    """Also where ranks outnumber sequences: tp 16 over two nodes costs more than other axes do."""
+    found = search(preset(name), Job(seq=seq, global_batch=batch), cluster_of("h100-sxm", ranks))
+    order, table = by_time(found)
+    assert table.tp[0] <= 8
+    crossing = table.tp > 8
+    assert found.time[order[crossing][0]] > 1.1 * found.time[order[0]]
+
+
+def test_a_sequence_too_long_for_one_rank_is_split_over_cp():
+    """Half a million tokens of an 8B on one node: with microbatches of one sequence, all recomputed, no
+    layout of the data axes fits."""
+    found = search(preset("llama-3.1-8b"), Job(seq=524_288, global_batch=8), cluster_of("h100-sxm", 8))
+    _, table = by_time(found)
+    assert table.cp[0] > 1
+    assert not (table.cp * table.tp * table.pp == 1).any()
+    near = search(preset("llama-3.1-8b"), Job(seq=524_288, global_batch=8), cluster_of("h100-sxm", 8),
+                  {"pp": [1], "cp": [1], "tp": [1], "micro_batch": [1], "recompute": [2]})  # fmt: skip
+    assert len(near.best) == 0
+    assert len(near.rows) > 0
+
+
+@pytest.mark.parametrize(
+    ("seq", "batch", "cp"), [(8192, 2048, 1), (131_072, 128, 16)], ids=["8k, dp 128", "128k, dp 8"]
+)
+def test_the_published_layouts_of_llama_3_405b_fit(seq, batch, cp):
+    """arXiv:2407.21783, table 4, on 16,384 H100: tp 8, pp 16 and the rest data; recomputation and schedule
+    are left to the planner."""
+    model, job, cluster = (
+        preset("llama-3.1-405b"),
+        Job(seq=seq, global_batch=batch),
+        cluster_of("h100-sxm", 16_384),
+    )
+    layouts = [
+        Layout(
+            tp=8, sp=True, pp=16, cp=cp, cp_kind="ring" if cp > 1 else "none", dp_shard=128 // cp,
+            zero_stage=1,
+            schedule=schedule, chunks=chunks, stage_layers=stage_layers(126, 16 * chunks), microbatches=16,
+            recompute=kind, kept=KEPT_BY_SELECTIVE if kind == "selective" else (),
+        )
+        for schedule, chunks in (("1F1B", 1), ("Interleaved1F1B", 7), ("InterleavedZeroBubble", 7))
+        for kind in RECOMPUTE_KINDS
+    ]  # fmt: skip
+    for layout in layouts:
+        assert not faults(layout, job, cluster) + model_faults(layout, model, job)
+    table = table_of(layouts, model.layers)
+    fits = device_memory(model, job, cluster.device, table) <= cluster.device.memory
+    assert fits.reshape(3, 3).any(axis=1).all()  # each schedule, with some recomputation
+    used = mfu(model, job, cluster, step_time(model, job, cluster, table).time)[fits]
+    assert 0.2 < used.min() < used.max() < 0.7

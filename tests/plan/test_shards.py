@@ -52,7 +52,9 @@ def test_what_each_matrix_is_cut_by():
     """Heads, feed-forward width and vocabulary; norms and the biases after a sum stay whole."""
     whole = {tensor.name: tensor for unit in parameter_table(SPEC).units for tensor in unit.tensors}
     found = {
-        name.removeprefix("model.layers.0."): tuple(int(part[0]) for part in local_shape(t, SPEC, np.array([4])))
+        name.removeprefix("model.layers.0."): tuple(
+            int(part[0]) for part in local_shape(t, SPEC, np.array([4]))
+        )
         for name, t in whole.items()
     }
     expected = {

@@ -67,7 +67,9 @@ def test_the_ends_column_comes_back_from_a_layout(split):
 
 def test_a_split_that_is_not_priced_is_refused_with_those_that_are():
     layout = Layout(pp=4, schedule="1F1B", stage_layers=(2, 2, 2, 10), microbatches=4)
-    with pytest.raises(LayoutError, match=r"stage_layers=\[2, 2, 2, 10\] is no split .*\[4, 4, 4, 4\], or with"):
+    with pytest.raises(
+        LayoutError, match=r"stage_layers=\[2, 2, 2, 10\] is no split .*\[4, 4, 4, 4\], or with"
+    ):
         ends_of(layout, 16)
 
 
@@ -132,7 +134,13 @@ def test_ends_of_the_model_lie_on_the_first_and_last_rank_and_in_a_v_both_on_the
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(NAMES), st.sampled_from([2, 4, 6]), st.integers(1, 3), st.integers(0, 30), st.integers(0, 1))
+@given(
+    st.sampled_from(NAMES),
+    st.sampled_from([2, 4, 6]),
+    st.integers(1, 3),
+    st.integers(0, 30),
+    st.integers(0, 1),
+)
 def test_busiest_ranks_are_among_all(name, ranks, chunks, extra, ends):
     """Against every rank: those with an end, and the most blocks of any other; each layer on half of the
     microbatches where the pipeline goes both ways."""
@@ -148,5 +156,7 @@ def test_busiest_ranks_are_among_all(name, ranks, chunks, extra, ends):
     assert slowest_blocks(table, layers) == max(blocks)
     assert (first.embedding[0], last.head[0]) == (share, share)
     assert first.blocks[0] == max(b for b, mine in zip(blocks, every, strict=True) if 0 in mine)
-    assert last.blocks[0] == max(b for b, mine in zip(blocks, every, strict=True) if ranks * chunks - 1 in mine)
+    assert last.blocks[0] == max(
+        b for b, mine in zip(blocks, every, strict=True) if ranks * chunks - 1 in mine
+    )
     assert max(first.blocks[0], last.blocks[0], other.blocks[0]) == max(blocks)

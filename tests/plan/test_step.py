@@ -7,15 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster import cluster_of
+from shardwright.cluster import Link, cluster_of
 from shardwright.job import Job
 from shardwright.layout import RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout
 from shardwright.model import ModelSpec, preset
-from shardwright.plan.compute import model_flops_per_token
+from shardwright.plan.bubble import RankTimes, is_exact
+from shardwright.plan.compute import block_times, model_flops_per_token
 from shardwright.plan.explain import explanation, plan_of
+from shardwright.plan.schedule import SCHEDULES
+from shardwright.plan.simulate import StageTimes, schedule_graph, simulate
 from shardwright.plan.space import search_space
 from shardwright.plan.step import mfu, step_time, tokens_per_second_per_device
-from shardwright.plan.table import table_of
+from shardwright.plan.table import stage_layers, table_of
 
 SPEC = ModelSpec(
     name="tiny",
@@ -105,10 +108,12 @@ def test_without_overlap_all_traffic_is_exposed_and_each_collective_once(model, 
 
 
 @settings(deadline=None, max_examples=25)
-@given(layers=st.integers(2, 6), ranks=st.sampled_from([4, 6, 12]), per_node=st.integers(1, 8), data=st.data())
+@given(
+    layers=st.integers(2, 6), ranks=st.sampled_from([4, 6, 12]), per_node=st.integers(1, 8), data=st.data()
+)
 def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, per_node, data):
-    """Sends to other stages wait in the bubble; the traffic is that of a rank with most layers and the head, of
-    which there may be none."""
+    """Sends to other stages wait in the bubble; the traffic is that of a rank with most layers and the head,
+    of which there may be none."""
     cluster = with_device(cluster_of("h100-sxm", ranks, per_node), overlap=0.0)
     model = SPEC.model_copy(update={"layers": layers})
     table = table_for(model, cluster)
@@ -233,3 +238,164 @@ def test_columns_stay_as_long_as_the_table():
     found = step_time(SPEC, JOB, GPUS, table)
     for column in (found.compute, found.bubble, found.optimizer, found.time, *found.exposed.values()):
         assert np.shape(column) == (table.rows,)
+
+
+# tp, pp and cp
+
+
+FREE = Link(bandwidth=1e30, latency=0.0)
+LLAMA_7B = preset("llama-2-7b")
+
+
+def linked(intra, inter, ranks=8, per_node=8):
+    """H100s joined by links of one bandwidth [B/s] in a node and one between nodes, without latency."""
+    cluster = cluster_of("h100-sxm", ranks, per_node)
+    links = {
+        "intra_link": Link(bandwidth=intra, latency=0.0),
+        "inter_link": Link(bandwidth=inter, latency=0.0),
+    }
+    return with_device(cluster, **links)
+
+
+def ideal(cluster):
+    """Products at the peak, memory and launches without time."""
+    changes = {
+        "matmul_efficiency": 1.0,
+        "attention_efficiency": 1.0,
+        "memory_efficiency": 1.0,
+        "overlap": 1.0,
+    }
+    return with_device(cluster, **changes, memory_bandwidth=1e30, launch=0.0)
+
+
+def piped(layers, schedule, chunks=1, pp=4, microbatches=8, ends=0, **others):
+    return Layout(
+        pp=pp, schedule=schedule, chunks=chunks, stage_layers=stage_layers(layers, pp * chunks, ends),
+        microbatches=microbatches, **others,
+    )  # fmt: skip
+
+
+def step_of(model, job, cluster, *layouts):
+    return step_time(model, job, cluster, table_of(layouts, model.layers))
+
+
+@pytest.mark.parametrize(("per_node", "milliseconds"), [(8, 16.7), (1, 150.3)])
+def test_tp_across_nodes_is_an_order_of_magnitude_slower(per_node, milliseconds):
+    """7.516192768 GB inside the blocks of a 7B at s 4096, b 1, tp 8: 450 GB/s in a node, 50 GB/s between."""
+    cluster, job = linked(450e9, 50e9, 8, per_node), Job(seq=4096, global_batch=1)
+    whole, half = (
+        step_of(LLAMA_7B.model_copy(update={"layers": layers}), job, cluster, Layout(tp=8)).exposed["tp"][0]
+        for layers in (32, 16)
+    )
+    assert 2 * (whole - half) == pytest.approx(7.516192768e9 / (450e9 if per_node == 8 else 50e9), rel=1e-9)
+    assert round(2e3 * (whole - half), 1) == milliseconds
+
+
+def test_eight_stages_and_64_microbatches_idle_for_a_tenth():
+    """Narayanan et al. 2021, arXiv:2104.04473: 7/64 of the work, 7/71 of the step."""
+    cluster = with_device(cluster_of("h100-sxm", 8), intra_link=FREE)
+    model = LLAMA_7B.model_copy(update={"layers": 64})
+    found = step_of(model, Job(seq=4096, global_batch=64), cluster, piped(64, "1F1B", pp=8, microbatches=64))
+    overhead, fraction = found.bubble / found.compute, found.bubble / (found.bubble + found.compute)
+    assert overhead == pytest.approx(7 / 64, rel=1e-9)
+    assert (round(100 * overhead[0], 1), round(100 * fraction[0], 1)) == (10.9, 9.9)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name not in ("none", "DualPipe")])
+@pytest.mark.parametrize("m", [8, 16])
+def test_the_bubble_is_the_simulated_one(schedule, m):
+    """For equal stages, where the closed form says it is exact. A layer less on the first and the last stage
+    makes up for the head, so that the ranks between are the slowest."""
+    chunks = SCHEDULES[schedule].chunks or 2
+    model = LLAMA_7B.model_copy(update={"layers": 4 * chunks * 2 - 2, "vocab": 256})
+    job, cluster = (
+        Job(seq=4096, global_batch=m),
+        ideal(with_device(cluster_of("h100-sxm", 4), intra_link=FREE)),
+    )
+    found = step_of(model, job, cluster, piped(model.layers, schedule, chunks, microbatches=m))
+    block = block_times(model, job, cluster.device)
+    work = (
+        2
+        * chunks
+        * 4096
+        * np.array([block.forward, block.backward - block.weight_gradients, block.weight_gradients])
+    )
+    assert found.compute[0] == pytest.approx(m * work.sum(), rel=1e-9)
+    assert is_exact(schedule, 4, chunks, m, RankTimes(*work))
+    simulated = simulate(schedule_graph(schedule, 4, chunks, m), StageTimes(*(work / chunks)))
+    assert found.bubble[0] == pytest.approx(simulated.makespan_bubble.max(), rel=1e-9, abs=1e-12)
+
+
+def test_lighter_ends_make_up_for_the_head():
+    """Llama 3 405B has 126 layers on 16 stages, 7 on the first and the last (arXiv:2407.21783, 3.3.2): its
+    head is as much work as two thirds of a layer, and costs no time; of 128 layers it would."""
+    job, cluster = Job(seq=8192, global_batch=32), cluster_of("h100-sxm", 128)
+    for layers, costs in ((126, False), (128, True)):
+        model = preset("llama-3.1-405b").model_copy(update={"layers": layers})
+        layout = piped(layers, "1F1B", pp=16, tp=8, microbatches=32)
+        small = model.model_copy(update={"vocab": 1024})
+        with_head, without = (step_of(each, job, cluster, layout).compute[0] for each in (model, small))
+        assert (with_head > 1.05 * without) == costs
+        assert (with_head == without) != costs
+
+
+def test_rows_of_the_same_layers_take_the_same_time():
+    """``ends`` says how a split came about, not what it costs: 2 + 2 is 2 + 2."""
+    table = table_of([piped(4, "1F1B", pp=2), piped(4, "1F1B", pp=2)], 4)._replace(ends=np.array([0, 1]))
+    one, other = step_time(SPEC.model_copy(update={"layers": 4}), JOB, GPUS, table).time
+    assert one == other
+
+
+def context(kind, cp=8):
+    return Layout(cp=cp, cp_kind=kind, zero_stage=3)
+
+
+def test_a_ring_hides_under_the_attention_of_long_sequences():
+    """Keys and values grow with the sequence, attention with its square."""
+    cluster = with_device(cluster_of("h100-sxm", 8), overlap=1.0)
+    model = preset("llama-3.1-8b")
+    short, long = (
+        step_of(model, Job(seq=seq, global_batch=1), cluster, *map(context, ("ring", "all_gather"))).exposed[
+            "cp"
+        ]
+        for seq in (2048, 131072)
+    )
+    assert long[0] == 0 < short[0]
+    assert (short[1], long[1]) > (0, 0)
+
+
+def test_a_ring_between_nodes_has_one_link_and_a_gather_as_many_as_ranks_in_a_node():
+    """16 context ranks on two nodes without overlap: the ring waits for a network link at every pass."""
+    model, job = preset("llama-3.1-8b"), Job(seq=131072, global_batch=1)
+    cluster = with_device(linked(400e9, 50e9, 16), overlap=0.0)
+    ring, gather, ulysses = step_of(
+        model, job, cluster, *(context(kind, 16) for kind in ("ring", "all_gather")), context("ulysses", 32)
+    ).exposed["cp"]
+    own = 2 * 2 * 8 * 128 * 131072 / 16
+    assert ring == pytest.approx(32 * (15 * own + 15 * own + 2 * 16 * own) / 50e9, rel=1e-9)
+    assert gather == pytest.approx(32 * 3 * 15 * own / 400e9, rel=1e-9)
+    assert ulysses > 0
+
+
+def test_a_trade_between_nodes_leaves_by_the_ranks_own_link():
+    """Ulysses on 8 ranks of two nodes: half of what a rank trades crosses, by one link of 50 GB/s."""
+    model, job = LLAMA_7B, Job(seq=32768, global_batch=1)
+    inside, across = (
+        step_of(model, job, linked(400e9, 50e9, 8, per_node), context("ulysses")).exposed["cp"][0]
+        for per_node in (8, 4)
+    )
+    each = 2 * 4 * 4096 * 32768 / 8  # queries, keys, values and the output
+    assert inside == pytest.approx(32 * 2 * each * 7 / 8 / 400e9, rel=1e-9)
+    assert across == pytest.approx(32 * 2 * each * 4 / 8 / 50e9, rel=1e-9)
+
+
+@pytest.mark.parametrize("axis", [{"tp": 8}, {"tp": 8, "sp": True}])
+def test_tp_divides_the_products(axis):
+    """Not the norms, unless sp splits them by the sequence."""
+    job, cluster = Job(seq=4096, global_batch=1), cluster_of("h100-sxm", 8)
+    whole, split = step_of(LLAMA_7B, job, cluster, Layout(), Layout(**axis)).compute
+    assert whole / 8 < split < whole / 4
+    _, plain, by_sequence = step_of(
+        LLAMA_7B, job, cluster, Layout(), Layout(tp=8), Layout(tp=8, sp=True)
+    ).compute
+    assert by_sequence < plain

@@ -1,4 +1,4 @@
-"""Traffic of the data axes: volumes of the ZeRO paper, launches, padding, and properties of every table."""
+"""Traffic: volumes of the ZeRO paper and of tp, pp and cp by hand; launches, padding, tables."""
 
 import math
 
@@ -12,7 +12,7 @@ from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
-from shardwright.plan.table import table_of
+from shardwright.plan.table import stage_layers, table_of
 from shardwright.plan.traffic import RING_SHARE, SCALAR_BYTES, merged, traffic
 
 SPEC = ModelSpec(
@@ -44,7 +44,9 @@ def layout_of(shard=1, stage=None, replicate=1, microbatches=1, recompute="none"
 
 def flows_of(model, *layouts, precision="bf16"):
     """Flows of a step by axis and collective."""
-    flows = merged(traffic(model, Job(seq=16, global_batch=1, precision=precision), table_of(layouts, model.layers)))
+    flows = merged(
+        traffic(model, Job(seq=16, global_batch=1, precision=precision), table_of(layouts, model.layers))
+    )
     return {(flow.axis, flow.collective): flow for flow in flows}
 
 
@@ -253,3 +255,181 @@ def test_traffic_never_falls_with_more_microbatches(model, layout):
     for flow in flows_of(model, *rows).values():
         assert (np.diff(flow.payload_bytes) >= 0).all()
         assert (np.diff(flow.launches) >= 0).all()
+
+
+# tp, cp and pp, by hand: shared FORMULAE 3.3 to 3.5, with s tokens, h hidden, bf16
+
+
+S, B = 64, 2
+FOUR = SPEC.model_copy(update={"layers": 4})
+
+
+def split_layout(model=FOUR, **fields):
+    """A layout of some axes, with what goes with them."""
+    recompute, stages = fields.get("recompute", "none"), fields.get("pp", 1) * fields.get("chunks", 1)
+    values = {
+        "micro_batch": B,
+        "schedule": "1F1B" if stages > 1 else "none",
+        "stage_layers": stage_layers(model.layers, stages) if stages > 1 else (),
+        "zero_stage": int(fields.get("cp", 1) * fields.get("dp_shard", 1) > 1),
+        "kept": KEPT_BY_SELECTIVE if recompute == "selective" else (),
+    }
+    return Layout.checked(values | fields)
+
+
+def payloads(model=FOUR, seq=S, **fields):
+    """Payload of every flow, and launches, by axis and collective; scalars left out."""
+    table = table_of([split_layout(model, **fields)], model.layers)
+    flows = [f for f in traffic(model, Job(seq=seq, global_batch=1), table) if f.launches[0]]
+    bulk = [f for f in flows if f.payload_bytes[0] > 3 * SCALAR_BYTES]
+    return {(f.axis, f.collective): (int(f.payload_bytes[0]), int(f.launches[0])) for f in merged(bulk)}
+
+
+X = 2 * S * B * 64  # one vector of the residual stream for every token
+LOSS = (3 * 4 * S * B, 3)  # largest, sum and target of the logits, fp32
+
+
+@accumulation
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_tp_without_sp_reduces_four_times_a_layer(m, recompute, again):
+    """8 u_t(X) a layer and microbatch, and one all-reduce more for full recomputation; one of the embedding,
+    one of the head backward, three of the loss."""
+    found = payloads(tp=4, microbatches=m, recompute=recompute)
+    count = 4 * (4 + again) + 2
+    assert found == {("tp", "all_reduce"): (m * (count * X + LOSS[0]), m * (count + LOSS[1]))}
+
+
+@accumulation
+@pytest.mark.parametrize(
+    ("recompute", "gathers", "scatters"), [("none", 4, 4), ("selective", 6, 4), ("full", 6, 5)]
+)
+def test_sp_gathers_and_scatters(m, recompute, gathers, scatters):
+    """The same 8 u_t(X) a layer: DTensor keeps what it gathered, and does not gather it again for the
+    weights' gradients. Recomputation gathers both norm outputs again, in full the first scatter too."""
+    found = payloads(tp=4, sp=True, microbatches=m, recompute=recompute)
+    gathers, scatters = 4 * gathers + 2, 4 * scatters + 2
+    assert found == {
+        ("tp", "all_gather"): (m * gathers * X, m * gathers),
+        ("tp", "reduce_scatter"): (m * scatters * X, m * scatters),
+        ("tp", "all_reduce"): (m * LOSS[0], m * LOSS[1]),
+    }
+
+
+def test_tp_of_a_7b_sends_seven_and_a_half_gigabytes_a_step():
+    """s 4096, b 1, h 4096, 32 layers, tp 8: 7.516192768 GB inside the blocks."""
+    model = preset("llama-2-7b")
+    whole, half = (
+        dict(payloads(model.model_copy(update={"layers": layers}), 4096, tp=8, micro_batch=1))
+        for layers in (32, 16)
+    )
+    inside = 2 * (whole["tp", "all_reduce"][0] - half["tp", "all_reduce"][0])
+    assert 2 * u(8, inside) == 7_516_192_768
+
+
+@accumulation
+@pytest.mark.parametrize(("chunks", "schedule"), [(1, "1F1B"), (2, "Interleaved1F1B"), (2, "ZBVZeroBubble")])
+def test_a_stage_sends_each_microbatch_on_and_its_gradient_back(m, chunks, schedule):
+    """Shared FORMULAE 3.4: 2 s b h forward and the same backward, times the stages of a rank."""
+    found = payloads(pp=2, chunks=chunks, schedule=schedule, microbatches=4 * m)
+    count = 4 * m * 2 * chunks
+    assert found["pp", "send"] == (count * X, count)
+
+
+def test_what_a_stage_sends_is_split_by_cp_and_by_sp():
+    sizes = [
+        payloads(pp=2, microbatches=2, **split)["pp", "send"][0]
+        for split in ({}, {"tp": 2}, {"tp": 2, "sp": True}, {"cp": 4, "cp_kind": "ring"})
+    ]
+    assert sizes == [4 * X, 4 * X, 4 * X // 2, 4 * X // 4]
+
+
+def z(cp, tp=1):
+    """Keys and values of one context rank in one layer: 2 heads of size 8 or those of a tp rank."""
+    return 2 * 2 * (S // cp) * B * max(4 // tp, 1) * 8
+
+
+@accumulation
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_ring_passes_keys_and_values_and_their_gradients(cp, tp, m):
+    """Shared FORMULAE 3.5, as zhuzilin/ring-flash-attention: (c-1) Z forward; backward (c-1) Z again and c
+    times the gradients in fp32, 2 Z."""
+    found = payloads(cp=cp, cp_kind="ring", tp=tp, microbatches=m)
+    each = (cp - 1) * z(cp, tp) + (cp - 1) * z(cp, tp) + 2 * cp * z(cp, tp)
+    assert found["cp", "send"] == (4 * m * each, 4 * m * (3 * cp - 2))
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_full_recomputation_sends_the_ring_round_once_more(cp):
+    none, full = (payloads(cp=cp, cp_kind="ring", recompute=r)["cp", "send"] for r in ("none", "full"))
+    assert full == (none[0] + 4 * (cp - 1) * z(cp), none[1] + 4 * (cp - 1))
+
+
+@accumulation
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])
+def test_keys_and_values_gathered(m, recompute, again):
+    """(c-1) Z forward, again backward, and a reduce-scatter of the gradients as much: payload c Z each."""
+    found = payloads(cp=4, cp_kind="all_gather", microbatches=m, recompute=recompute)
+    assert found["cp", "all_gather"] == (4 * m * (2 + again) * 4 * z(4), 4 * m * (2 + again))
+    assert found["cp", "reduce_scatter"] == (4 * m * 4 * z(4), 4 * m)
+    table = table_of([split_layout(cp=4, cp_kind="all_gather")], 4)
+    flow = next(f for f in traffic(FOUR, Job(seq=S, global_batch=1), table) if f.collective == "all_gather")
+    assert flow.axis == "dp_shard+cp"  # parameters; the other flow has the keys
+
+
+@accumulation
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
+def test_ulysses_trades_queries_keys_values_and_the_output(m, recompute, passes):
+    """u_c(2 (s/c) b (2a + 2k) d / t) in four all-to-alls, forward and backward."""
+    found = payloads(cp=4, cp_kind="ulysses", tp=1, microbatches=m, recompute=recompute)
+    each = 2 * (S // 4) * B * (2 * 8 + 2 * 4) * 8
+    assert found["cp", "all_to_all"] == (4 * m * passes * each, 4 * m * passes * 4)
+    table = table_of([split_layout(cp=4, cp_kind="ulysses")], 4)
+    flow = next(f for f in traffic(FOUR, Job(seq=S, global_batch=1), table) if f.collective == "all_to_all")
+    assert flow.sent_bytes[0] == u(4, 4 * 2 * each)
+
+
+def test_ulysses_sends_less_than_tp_by_its_degree():
+    """arXiv:2309.14509: 4 N h / P a link against 4 N h of sequence-parallel tp, for equal heads."""
+    model = FOUR.model_copy(update={"kv_heads": 8})
+    for degree in (2, 4, 8):
+        traded = payloads(model, cp=degree, cp_kind="ulysses")["cp", "all_to_all"][0] / 4
+        reduced = 8 * X
+        assert traded == 2 * 4 * X / degree == reduced / degree
+
+
+def test_parameters_are_split_over_cp_too():
+    """Gathered and reduced over dp_shard and cp joined, as over dp_shard alone of the same size."""
+    alone, joined = payloads(dp_shard=8), payloads(dp_shard=2, cp=4, cp_kind="ring")
+    for collective in ("all_gather", "reduce_scatter"):
+        assert joined["dp_shard+cp", collective] == alone["dp_shard", collective]
+
+
+def test_tp_divides_what_the_data_axes_send():
+    alone, split = payloads(dp_shard=2), payloads(dp_shard=2, tp=4)
+    unsplit = 2 * 4 * 2 * 64 + 2 * 64  # two norms a layer and the last, gathered in bf16
+    assert split["dp_shard", "all_gather"][0] - unsplit == (alone["dp_shard", "all_gather"][0] - unsplit) / 4
+
+
+@few
+@given(
+    pp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2, 4]),
+    kind=st.sampled_from(["ring", "all_gather", "ulysses"]), sp=st.booleans(), shard=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_an_axis_is_in_the_traffic_exactly_if_its_degree_is_above_1(pp, cp, tp, kind, sp, shard):
+    layout = split_layout(
+        pp=pp,
+        cp=cp,
+        tp=tp,
+        dp_shard=shard,
+        sp=sp and tp > 1,
+        cp_kind=kind if cp > 1 else "none",
+        microbatches=4,
+    )
+    flows = merged(traffic(FOUR, Job(seq=S, global_batch=1), table_of([layout], 4)))
+    found = {axis for axis, *_ in flows}
+    shard_name = "dp_shard+cp" if cp > 1 else "dp_shard"
+    degrees = {"pp": pp, "cp": cp, "tp": tp, shard_name: shard * cp}
+    assert found == {axis for axis, degree in degrees.items() if degree > 1}
+    for flow in flows:
+        assert flow.degree.tolist() == [degrees[flow.axis]]

@@ -68,6 +68,17 @@ def test_every_label_of_the_planner_reads_back():
         assert again.model_copy(update={"stage_layers": layout.stage_layers}) == layout
 
 
+def test_a_row_of_the_search_is_judged_by_the_same_numbers():
+    model, job, cluster = preset("llama-3.1-8b"), Job(seq=4096, global_batch=16), cluster_of("h100-sxm", 16)
+    result = search(model, job, cluster)
+    for row in np.random.default_rng(1).choice(len(result.rows), 12, replace=False).tolist():
+        text = f"{result.layout(row).label} ends={result.table.ends[result.rows[row]]}"
+        found = why(text, model=model, job=job, cluster=cluster, best=None)
+        assert found["faults"] == []
+        assert found["memory"]["total"] == pytest.approx(result.device[row], abs=10)
+        assert found["step"]["time"] == pytest.approx(result.time[row])
+
+
 @pytest.mark.parametrize(
     ("text", "broken"),
     [
@@ -90,7 +101,7 @@ def test_every_broken_rule_is_named(text, broken):
 
 
 def test_a_pipeline_of_tied_embeddings_is_refused():
-    assert codes("pp=4", model=preset("llama-3.2-1b")) == ["tied_embeddings"]
+    assert codes("pp=4", model=preset("llama-3.2-1b")) == ["tied_pipeline"]
 
 
 def test_a_layout_that_fits_is_compared_part_by_part():

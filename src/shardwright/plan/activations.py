@@ -283,8 +283,8 @@ def gpt_block_activation_bytes(
 ) -> Floats:
     """Saved by one GPT block with dropout and materialised scores, 16-bit, on one rank [B]. All broadcast.
 
-    ``selective`` recomputes the attention core, ``full`` keeps the input alone. Without ``sp``, norms, dropouts
-    and inputs of the matrices are whole on every rank of tp.
+    ``selective`` recomputes the attention core, ``full`` keeps the input alone. Without ``sp``, norms,
+    dropouts and inputs of the matrices are whole on every rank of tp.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, table 2; full with sp keeps a split input.
     """

@@ -65,9 +65,9 @@ def _spread(degree: int, stride: int, ranks: int, gpus_per_node: int) -> tuple[i
 
 
 class Route(NamedTuple):
-    """A round of a ring, its latency [s] and its time for each byte of payload [s/B]; one hop from rank to rank,
-    on the slowest link between neighbours, likewise; and a byte of what a rank trades with all others, for
-    which it has no network link but its own."""
+    """A round of a ring, its latency [s] and its time for each byte of payload [s/B]; one hop from rank to
+    rank, on the slowest link between neighbours, likewise; and a byte of what a rank trades with all others,
+    for which it has no network link but its own."""
 
     latency: Floats
     time_per_byte: Floats
@@ -95,7 +95,7 @@ def send_time(payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Fl
 
 
 def trade_time(payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Floats:
-    """Time of ``launches`` all-to-alls in which a rank gives ``payload_bytes`` in all, its own part included [s].
+    """Time of ``launches`` all-to-alls in which a rank gives ``payload_bytes`` in all, its own part too [s].
 
     What stays in the node and what leaves it move at once; all partners are one hop away.
 

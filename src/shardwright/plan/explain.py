@@ -173,11 +173,12 @@ def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> li
     places = placements(table)
     routes = {axis: place.route(plan.cluster) for axis, place in places.items()}
     busy = [float(flow_time(flow, routes[flow.axis])[0]) for flow in flows]
+    shares = [
+        0.0 if (f.axis, f.collective) == ("pp", "send") else t for f, t in zip(flows, busy, strict=True)
+    ]
     rows = []
-    for flow, time in zip(flows, busy, strict=True):
-        exposes = [f.axis == flow.axis and (f.axis, f.collective) != ("pp", "send") for f in flows]
-        of_axis = sum(other for other, counts in zip(busy, exposes, strict=True) if counts)
-        is_sent = (flow.axis, flow.collective) == ("pp", "send")
+    for flow, time, share in zip(flows, busy, shares, strict=True):
+        of_axis = sum(other for f, other in zip(flows, shares, strict=True) if f.axis == flow.axis)
         rows.append(
             {
                 "axis": flow.axis,
@@ -188,7 +189,7 @@ def _traffic(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -> li
                 "launches": int(flow.launches[0]),
                 "link": places[flow.axis].link(plan.cluster)[0],
                 "busy_time": time,
-                "exposed_time": 0.0 if is_sent else exposed.get(flow.axis, 0.0) * time / of_axis,
+                "exposed_time": exposed.get(flow.axis, 0.0) * share / of_axis,
             }
         )
     return rows

@@ -149,11 +149,13 @@ def tp_rounds(table: LayoutTable) -> Rounds:
     """Rounds of a ring over tp in a block, each of one hidden vector a token.
 
     Two all-reduces (two rounds each) forward and two backward; with sp two all-gathers and two
-    reduce-scatters each. Full recomputation repeats all but the last product's.
+    reduce-scatters each. Full recomputation repeats all but the last product's; selective recomputation with
+    sp gathers the norm outputs again, which it does not keep.
 
     Source: shared FORMULAE 3.3.
     """
-    again = np.where(table.recompute == 2, np.where(table.sp == 1, 3.0, 2.0), 0.0)
+    sequence, none = table.sp == 1, np.zeros(table.rows)
+    again = np.choose(table.recompute, [none, np.where(sequence, 2.0, 0.0), np.where(sequence, 3.0, 2.0)])
     return Rounds(np.full(table.rows, 4.0), 4.0 + again)
 
 
@@ -175,9 +177,9 @@ def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[st
             _whole(np.where(present, m * payload, 0)),
         )
 
-    half, full = (inside + ends) / 2, table.recompute == 2
-    gathers = half + np.where(full, copies[BLOCK] / 2, 0.0)
-    scatters = half - np.where(full, copies[BLOCK] / 2, 0.0)
+    half = (inside + ends) / 2
+    more = copies[BLOCK] * np.choose(table.recompute, [0.0, 1.0, 0.5])  # gathers repeated over those halves
+    gathers, scatters = half + more, half - more
     return [
         flow("all_reduce", wide & ~sequence, half, half * vector),
         flow("all_gather", sequence, gathers, gathers * vector),

@@ -71,7 +71,14 @@ def answer_why(
 def why_layout(
     model: ModelSpec, job: Job, cluster: Cluster, asked: Mapping[str, int], limit: float, best: Plan | None
 ) -> dict[str, Any]:
-    """The layout of some columns: broken rules, else memory against ``limit`` and time against ``best``."""
+    """The layout of some columns: broken rules, else memory against ``limit`` and time against ``best``.
+
+    Keys: ``label``, ``completed`` (what was not asked for), ``faults`` [code, message], ``layout``,
+    ``memory`` (terms, ``total``, ``limit``, ``left``: negative if too much), ``step`` (``time``,
+    ``best_time``, ``ratio``, ``parts`` [part, time, best, difference]), ``fits_with`` (the fastest on its
+    mesh that fits, if it does not itself), ``verdict`` (sentences). With faults there is no ``layout``,
+    ``memory`` or ``step``.
+    """
     columns = completed(asked, model, job, cluster.ranks)
     values = layout_fields(columns, model)
     layout = Layout.model_construct(**values)  # not checked: rules are listed, not raised
@@ -136,11 +143,6 @@ def _broken(
             Layout.checked(values)
         except LayoutError as contradiction:
             yield Fault("layout", str(contradiction).removeprefix("layout: "))
-    if layout.pp > 1 and model.tied_embeddings:
-        yield Fault(
-            "tied_embeddings",
-            f"pp={layout.pp} puts embedding and head on two ranks, model {model.name} ties them: use pp=1",
-        )
     of_ranks = faults(layout, job, cluster)
     if layout.ranks != cluster.ranks and not {"dp", "dp_replicate", "dp_shard"} & asked.keys():
         of_ranks = [fault for fault in of_ranks if fault.code == "ranks"]  # the batch's ranks were made up

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
-from shardwright.axes import MESH_ORDER
+from shardwright.axes import DATA_AXES, MESH_ORDER
 from shardwright.cluster import Cluster
 from shardwright.description import Description
 from shardwright.errors import LayoutError, ShardwrightError
@@ -264,11 +264,18 @@ def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str
             job.optimizer in ("adamw", "sgd", "sgd_momentum")
         ),
         f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'": job.accounting == "fsdp2",
-        f"pp={layout.pp}, cp={layout.cp}, tp={layout.tp} are only modelled: train with the data axes": (
-            layout.pp == layout.cp == layout.tp == 1
-        ),
+        f"{_not_run(layout)} is only modelled: train with the data axes": not _not_run(layout),
     }
     return [reason for reason, runs in rules.items() if not runs]
+
+
+def _not_run(layout: Layout) -> str:
+    """The axes of more than one rank that the runtime has not."""
+    return ", ".join(
+        f"{axis}={getattr(layout, axis)}"
+        for axis in MESH_ORDER
+        if axis not in DATA_AXES and getattr(layout, axis) > 1
+    )
 
 
 def check_runnable(model: ModelSpec, job: Job, layout: Layout) -> None:

@@ -283,7 +283,7 @@ def test_axes_that_are_only_modelled_are_refused_and_leave_nothing(run, tmp_path
     plan = explain.plan_of(SPEC, Job(seq=32, global_batch=4, precision="fp32"), cluster_of("cpu", 2), layout)
     save_plan(plan, tmp_path / "p.toml")
     outcome = run(command, "p.toml")
-    refused(outcome, "plan is not runnable: ", "are only modelled: train with the data axes")
+    refused(outcome, "plan is not runnable: ", "is only modelled: train with the data axes")
     assert [path.name for path in tmp_path.iterdir()] == ["p.toml"]
     assert run("explain", "p.toml").status == 0
 

@@ -61,7 +61,7 @@ def test_a_modelled_plan_is_written_with_a_note(run, tmp_path):
     assert "best layouts, only modelled" in outcome.out
     wrote, note = outcome.err.splitlines()
     assert wrote == "wrote p.toml"
-    assert note.startswith("p.toml is only modelled, train and check will refuse it: pp=")
+    assert note.startswith("p.toml is only modelled, train and check will refuse it: ")
     assert run("explain", "p.toml", "--json").document["runnable"] is False
     layout = load_plan(tmp_path / "p.toml").layout
     assert layout.pp * layout.cp * layout.tp > 1

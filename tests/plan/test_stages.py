@@ -109,6 +109,13 @@ def test_one_forward_one_backward_holds_less_behind():
         assert held == {"first": min(m, 8), "second": min(m, 7), "last": 1}
 
 
+@pytest.mark.parametrize(("p", "v", "penalty"), [(8, 3, 1.2917), (35, 3, 1.3238), (8, 2, 11.5 / 8)])
+def test_the_penalty_of_interleaving(p, v, penalty):
+    """Shared FORMULAE 9, fixture 21: 1 + (p-1)/(p v); Megatron-LM prints 11.5 as 12."""
+    table = table_of([layout_of("Interleaved1F1B", p, v, 2 * p * v, 8 * p)], 2 * p * v)
+    assert next(stages(table, 2 * p * v)).in_flight[0] / p == pytest.approx(penalty, abs=5e-5)
+
+
 def test_interleaving_holds_more():
     """Shared FORMULAE 2.6: p (1 + (p-1)/(p v)) stages; of a rank with v chunks, each a v-th of its layers."""
     table = table_of([layout_of("Interleaved1F1B", 8, 3, 96, 64), layout_of("1F1B", 8, 1, 96, 64)], 96)

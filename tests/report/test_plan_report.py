@@ -56,7 +56,7 @@ def test_where_nothing_that_runs_fits_it_says_so(width):
     text = text_of(plan_report(document), width)
     words = words_of(text)
     assert "best layouts, only modelled" in words
-    assert "train will refuse the best: pp=" in words
+    assert "train will refuse the best: " in words
     assert "no layout that train can execute is left" in words
     for row in document["best"]:
         share = row["exposed_time"] / row["step_time"]
@@ -108,7 +108,7 @@ def test_a_layout_that_does_not_fit_is_measured(width):
         "it does not fit: pipeline rank 0 needs",
         "on this mesh [",
         "exposed tp",
-        "are only modelled",
+        "is only modelled",
     ):
         assert part in text
 

@@ -5,13 +5,15 @@ from typing import Any
 
 import shardwright
 from shardwright.cluster import Cluster
+from shardwright.errors import LayoutError, ModelError
 from shardwright.job import Job
 from shardwright.layout import Layout, not_runnable_reasons
-from shardwright.model import ModelSpec
+from shardwright.model import BUILT_TYPES, ModelSpec
 from shardwright.plan.activations import Split, block_activations, llama_block_saved_bytes
 from shardwright.plan.memory import Ledger, ledgers, memory_ledger
 from shardwright.plan.moments import timeline
 from shardwright.plan.params import parameter_table
+from shardwright.plan.schedule import why_not
 from shardwright.plan.step import flow_time, mfu, placements, step_time, tokens_per_second_per_device
 from shardwright.plan.table import LayoutTable, table_of
 from shardwright.plan.traffic import merged, traffic
@@ -31,8 +33,25 @@ def plan_of(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> Pla
     )
 
 
+def check_modelled(model: ModelSpec) -> None:
+    """Raises: ModelError: memory and time of the model's family are not modelled."""
+    if model.model_type not in BUILT_TYPES:
+        raise ModelError(
+            f"model {model.name}: parameters are known, memory and time of model_type={model.model_type!r} "
+            f"are not modelled yet: `shardwright params` counts it, plan one of {', '.join(BUILT_TYPES)}"
+        )
+
+
 def predict(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> Prediction:
-    """Memory of the heaviest rank and time of a step."""
+    """Memory of the heaviest rank and time of a step.
+
+    Raises: ModelError: the model's family is not modelled. LayoutError: the pipeline has no such order.
+    """
+    check_modelled(model)
+    if layout.pp > 1:
+        reason = why_not(layout.schedule, layout.pp, layout.chunks, layout.microbatches)
+        if reason:
+            raise LayoutError(f"layout: {reason}")
     table = table_of([layout], model.layers)
     ledger = memory_ledger(model, job, cluster.device, table)
     time = step_time(model, job, cluster, table).time

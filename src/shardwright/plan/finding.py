@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwright.axes import MESH_ORDER
 from shardwright.cluster import Cluster
 from shardwright.description import nearest
-from shardwright.errors import JobError, LayoutError, ModelError
+from shardwright.errors import JobError, LayoutError
 from shardwright.job import Job
 from shardwright.layout import (
     CONTEXT_KINDS,
@@ -20,11 +20,12 @@ from shardwright.layout import (
     check_runnable,
     not_runnable_reasons,
 )
-from shardwright.model import BUILT_TYPES, ModelSpec
-from shardwright.plan.explain import plan_of
+from shardwright.model import ModelSpec
+from shardwright.plan.explain import check_modelled, plan_of
 from shardwright.plan.memory import memory_ledger
 from shardwright.plan.search import SearchResult, check_found, runnable_rows, search
 from shardwright.plan.step import mfu, step_time, tokens_per_second_per_device
+from shardwright.plan.traffic import traffic
 from shardwright.planfile import Plan
 from shardwright.units import BYTES, format_bytes, format_time, parse_quantity
 
@@ -117,15 +118,6 @@ def _runnable(model: ModelSpec, job: Job, given: Mapping[str, int]) -> dict[str,
     return {**given, **RUNNABLE_DEGREES}
 
 
-def check_modelled(model: ModelSpec) -> None:
-    """Raises: ModelError: memory and time of the model's family are not modelled."""
-    if model.model_type not in BUILT_TYPES:
-        raise ModelError(
-            f"model {model.name}: parameters are known, memory and time of model_type={model.model_type!r} "
-            f"are not modelled yet: `shardwright params` counts it, plan one of {', '.join(BUILT_TYPES)}"
-        )
-
-
 def memory_limit(text: str | None) -> float | None:
     if text is None:
         return None
@@ -206,6 +198,7 @@ def _best_row(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult
         "step_time": float(step.time[0]),
         "bubble_time": float(step.bubble[0]),
         "exposed_time": float(sum(values[0] for values in step.exposed.values())),
+        "sent_bytes": float(sum(flow.sent_bytes[0] for flow in traffic(model, job, table))),
         "tokens_per_s_per_gpu": float(tokens_per_second_per_device(job, cluster, step.time)[0]),
         "mfu": float(mfu(model, job, cluster, step.time)[0]),
     }

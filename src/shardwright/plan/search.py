@@ -137,8 +137,10 @@ def _notes(job: Job, cluster: Cluster, table: LayoutTable, reason: NDArray[np.in
     least = int(table.dp.min())
     if FEWER_SAMPLES in present:
         notes[REASONS[FEWER_SAMPLES]] = (
-            f"ranks with a sequence each outnumber global_batch={job.global_batch}, of {cluster.ranks} ranks "
-            f"at least {least}: use at most {job.global_batch} data ranks or a larger global batch"
+            f"data ranks, each with a sequence of its own, outnumber global_batch={job.global_batch}; meshes "
+            "of "
+            f"{cluster.ranks} ranks have {least} and more of them: use at most {job.global_batch} data ranks "
+            "or a larger global batch"
         )
     if GLOBAL_BATCH in present:
         near = " or ".join(str(batch) for batch in batches_that_work(cluster.ranks, 1, job.global_batch))

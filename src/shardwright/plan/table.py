@@ -123,7 +123,10 @@ def ends_of(layout: Layout, layers: int) -> int:
 
 
 def table_of(layouts: Sequence[Layout], layers: int) -> LayoutTable:
-    """The table whose rows are ``layouts`` of a model of ``layers``."""
+    """The table whose rows are ``layouts`` of a model of ``layers``.
+
+    Raises: LayoutError: a pipeline's layers are split in another way than ``stage_layers`` splits them.
+    """
     rows = [
         (
             *(x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, int(x.sp)),

@@ -21,8 +21,8 @@ from shardwright.layout import (
 from shardwright.model import ModelSpec
 from shardwright.plan.asked import completed, layout_fields, parse_layout
 from shardwright.plan.comparison import Side
-from shardwright.plan.explain import explanation, plan_of
-from shardwright.plan.finding import Ranking, check_modelled, find, memory_limit
+from shardwright.plan.explain import check_modelled, explanation, plan_of
+from shardwright.plan.finding import Ranking, find, memory_limit
 from shardwright.plan.memory import device_memory
 from shardwright.plan.schedule import why_not
 from shardwright.plan.step import step_time

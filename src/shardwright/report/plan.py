@@ -68,7 +68,8 @@ def _layouts(
         ]
         cells += [f"{row['bubble_time'] / row['step_time']:.1%}"] if bubbles else []
         found.add_row(*cells, *(["yes" if row["runnable"] else "no"] if runs else []))
-    return found
+    sent = ", ".join(format_bytes(row["sent_bytes"]) for row in rows)
+    return Group(found, Text(f"a rank sends in a step, in this order: {sent}", style="dim"))
 
 
 def _rejected(document: Mapping[str, Any]) -> Table:

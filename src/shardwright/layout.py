@@ -253,6 +253,8 @@ def check_layout(layout: Layout, job: Job, cluster: Cluster) -> None:
 
 def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str]:
     """Why the runtime refuses what the planner can still price; empty if it runs."""
+    missing = _not_run(layout)
+    verb = "are" if "," in missing else "is"
     rules = {
         f"model_type={model.model_type!r} is only modelled: train one of {', '.join(BUILT_TYPES)}": (
             model.model_type in BUILT_TYPES
@@ -264,7 +266,7 @@ def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str
             job.optimizer in ("adamw", "sgd", "sgd_momentum")
         ),
         f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'": job.accounting == "fsdp2",
-        f"{_not_run(layout)} is only modelled: train with the data axes": not _not_run(layout),
+        f"{missing} {verb} only modelled: train with the data axes": not missing,
     }
     return [reason for reason, runs in rules.items() if not runs]
 

@@ -108,7 +108,7 @@ def test_a_layout_that_does_not_fit_is_measured(width):
         "it does not fit: pipeline rank 0 needs",
         "on this mesh [",
         "exposed tp",
-        "is only modelled",
+        "are only modelled",
     ):
         assert part in text
 

@@ -13,6 +13,7 @@ from shardwright.plan.activations import Split, block_activations, llama_block_s
 from shardwright.plan.memory import Ledger, ledgers, memory_ledger
 from shardwright.plan.moments import timeline
 from shardwright.plan.params import parameter_table
+from shardwright.plan.pipeline import simulated_bubble
 from shardwright.plan.schedule import why_not
 from shardwright.plan.step import flow_time, mfu, placements, step_time, tokens_per_second_per_device
 from shardwright.plan.table import LayoutTable, table_of
@@ -104,6 +105,7 @@ def explanation(plan: Plan) -> dict[str, Any]:
             "time": float(step.time[0]),
             "compute": float(step.compute[0]),
             "bubble": float(step.bubble[0]),
+            "bubble_simulated": simulated_bubble(plan.model, plan.job, plan.cluster, plan.layout),
             "bubble_fraction": float(step.bubble[0] / step.time[0]),
             "exposed": sum(exposed.values()),
             "exposed_by_axis": {axis: time for axis, time in exposed.items() if time > 0},

@@ -123,9 +123,7 @@ def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) 
     """The step of every row of ``table``."""
     device = cluster.device
     routes = {axis: place.route(cluster) for axis, place in placements(table).items()}
-    tokens = table.micro_batch * job.seq / table.cp
-    block = _block(model, job, cluster, table, routes, tokens)
-    embedding, head = _ends(model, job, cluster, table, routes, tokens)
+    block, embedding, head = part_times(model, job, cluster, table)
     rank = _slowest(table, model.layers, block, embedding, head)
     blocks, shard, m = rank.work.blocks, shard_axis(table), table.microbatches
     exposed = _scalar_times(table, routes)
@@ -146,10 +144,26 @@ def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) 
     )
     return StepTime(
         compute=m * rank.compute,
-        bubble=_bubble(model, job, table, routes, block, rank, tokens),
+        bubble=_bubble(table, block, rank, hop_time(model, job, cluster, table)),
         exposed=exposed,
         optimizer=resting * optimizer_time_per_parameter(job, device),
     )
+
+
+def part_times(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) -> tuple[_Block, _End, _End]:
+    """Seconds of one microbatch in a block, in the embedding, and in head and loss."""
+    routes = {axis: place.route(cluster) for axis, place in placements(table).items()}
+    tokens = table.micro_batch * job.seq / table.cp
+    block = _block(model, job, cluster, table, routes, tokens)
+    return block, *_ends(model, job, cluster, table, routes, tokens)
+
+
+def hop_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) -> Floats:
+    """Passing one microbatch's residual stream to the next stage [s]; without a pipeline, 0."""
+    by_sequence = np.where(table.sp == 1, table.tp, 1)
+    tokens = table.micro_batch * job.seq / table.cp
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens / by_sequence
+    return np.where(table.pp > 1, send_time(vector, 1, placements(table)["pp"].route(cluster)), 0.0)
 
 
 def flow_time(flow: Flow, route: Route) -> Floats:
@@ -276,23 +290,12 @@ def _slowest(table: LayoutTable, layers: int, block: _Block, embedding: _End, he
     )
 
 
-def _bubble(
-    model: ModelSpec,
-    job: Job,
-    table: LayoutTable,
-    routes: Mapping[str, Route],
-    block: _Block,
-    rank: _Rank,
-    tokens: Floats,
-) -> Floats:
+def _bubble(table: LayoutTable, block: _Block, rank: _Rank, hop: Floats) -> Floats:
     """Idle time of a pipeline rank: the closed form of each schedule, for the slowest rank's times."""
     idle = np.zeros(table.rows)
     if not (table.pp > 1).any():
         return idle
     weight = rank.work.blocks * block.weight_gradients
-    by_sequence = np.where(table.sp == 1, table.tp, 1)
-    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens / by_sequence
-    hop = np.where(table.pp > 1, send_time(vector, 1, routes["pp"]), 0.0)
     for code in np.unique(table.schedule[table.pp > 1]):
         rows = (table.schedule == code) & (table.pp > 1)
         backward = rank.busy[rows] - rank.forward[rows] - weight[rows]

@@ -154,6 +154,7 @@ def _step_table(document: Mapping[str, Any]) -> RenderableType:
     stages = f"{layout['pp']} ranks" + (f" x {layout['chunks']} chunks" if layout["chunks"] > 1 else "")
     bubble = (
         f"bubble: {layout['schedule']} on {stages}, {layout['microbatches']} microbatches: a rank is idle "
-        f"for {format_time(step['bubble'])}, {step['bubble_fraction']:.1%} of the step"
+        f"for {format_time(step['bubble'])}, {step['bubble_fraction']:.1%} of the step, if all took the "
+        f"slowest one's time; simulated with each stage's own: {format_time(step['bubble_simulated'])}"
     )
     return Group(found, Text(bubble))

@@ -1,0 +1,85 @@
+"""A plan's pipeline simulated, against the closed forms of the table."""
+
+import numpy as np
+import pytest
+
+from shardwright.cluster import cluster_of
+from shardwright.errors import LayoutError
+from shardwright.job import Job
+from shardwright.layout import Layout
+from shardwright.model import ModelSpec
+from shardwright.plan.pipeline import pipeline_timeline, simulated_bubble
+from shardwright.plan.schedule import SCHEDULES
+from shardwright.plan.step import step_time
+from shardwright.plan.table import stage_layers, table_of
+
+CLUSTER = cluster_of("h100-sxm", 4)
+JOB = Job(seq=4096, global_batch=16)
+
+
+def model_of(vocab: int) -> ModelSpec:
+    """A model whose head costs much or nearly nothing."""
+    return ModelSpec(
+        name="m", model_type="llama", layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=8, head_size=128,
+        vocab=vocab,
+    )  # fmt: skip
+
+
+def layout_of(schedule: str, ends: int = 0) -> Layout:
+    chunks = SCHEDULES[schedule].chunks or 2
+    return Layout(
+        pp=4,
+        schedule=schedule,
+        chunks=chunks,
+        stage_layers=stage_layers(16, 4 * chunks, ends),
+        micro_batch=1,
+        microbatches=16,
+    )
+
+
+def closed_form(model: ModelSpec, layout: Layout) -> float:
+    return float(step_time(model, JOB, CLUSTER, table_of([layout], model.layers)).bubble[0])
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZB-H1"])
+def test_with_nearly_equal_stages_it_is_the_closed_form(schedule):
+    model, layout = model_of(vocab=2), layout_of(schedule)
+    assert simulated_bubble(model, JOB, CLUSTER, layout) == pytest.approx(
+        closed_form(model, layout), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
+def test_the_closed_form_is_an_upper_bound(schedule):
+    """A heavy head makes the last rank the slowest; the others do not wait as long as if all were."""
+    model, layout = model_of(vocab=128_000), layout_of(schedule)
+    simulated, bound = simulated_bubble(model, JOB, CLUSTER, layout), closed_form(model, layout)
+    assert 0 < simulated < bound
+    assert simulated < 0.95 * bound
+
+
+def test_every_rank_does_its_own_stages_work():
+    model, layout = model_of(vocab=128_000), layout_of("1F1B")
+    busy = np.ravel(pipeline_timeline(model, JOB, CLUSTER, layout).busy)
+    assert busy[1] == pytest.approx(busy[2])
+    assert busy[3] > 1.2 * busy[1]  # the head
+    table = table_of([layout], model.layers)
+    step = step_time(model, JOB, CLUSTER, table)
+    inside = step.compute[0] + step.exposed["tp"][0] + step.exposed["cp"][0]
+    assert busy.max() == pytest.approx(inside)
+
+
+def test_lighter_ends_take_the_heads_share():
+    model = model_of(vocab=128_000)
+    even, light = (pipeline_timeline(model, JOB, CLUSTER, layout_of("1F1B", ends)) for ends in (0, 1))
+    assert float(light.makespan) < float(even.makespan)
+
+
+def test_no_pipeline_no_bubble():
+    assert simulated_bubble(model_of(2), JOB, CLUSTER, Layout(microbatches=16)) == 0
+
+
+def test_an_order_that_is_not_there():
+    layout = layout_of("1F1B").model_copy(update={"microbatches": 2})
+    with pytest.raises(LayoutError, match="microbatches=2 of 1F1B on 4 ranks"):
+        pipeline_timeline(model_of(2), JOB, CLUSTER, layout)

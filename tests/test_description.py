@@ -199,7 +199,9 @@ def test_unknown_key_of_an_optional_table_names_the_nearest():
 
 
 def test_a_far_off_key_lists_the_known_ones():
-    with pytest.raises(LayoutError, match=r"unknown key 'zzz' \(known: dp_replicate, dp_shard, kept"):
+    with pytest.raises(
+        LayoutError, match=r"unknown key 'zzz' \(known: chunks, cp, cp_kind, dp_replicate, dp_shard, kept"
+    ):
         Layout.checked({"zzz": 1})
 
 

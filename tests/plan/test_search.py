@@ -190,8 +190,9 @@ def reason_of(job, cluster, model=SPEC, **fixed):
 def test_fewer_samples_than_ranks():
     message = reason_of(Job(seq=61, global_batch=6), cluster_of("h100-sxm", 8), model=WHOLE)
     assert message == (
-        "no layout works, of 4 considered: fewer_samples_than_ranks (4): ranks with a sequence each "
-        "outnumber global_batch=6, of 8 ranks at least 8: use at most 6 data ranks or a larger global batch"
+        "no layout works, of 4 considered: fewer_samples_than_ranks (4): data ranks, each with a "
+        "sequence of its own, outnumber global_batch=6; meshes of 8 ranks have 8 and more of them: "
+        "use at most 6 data ranks or a larger global batch"
     )
 
 

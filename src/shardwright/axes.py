@@ -29,6 +29,20 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 MESH_ORDER = tuple(axis.name for axis in AXES)
 """Default order of the mesh, outermost (largest rank stride) first."""
 
+SYMBOLS = {
+    "s": "tokens of a sequence",
+    "b": "sequences of a microbatch on one rank",
+    "m": "microbatches of a step on one rank",
+    "h": "hidden size",
+    "f": "ffn size",
+    "a": "query heads",
+    "kv": "key/value heads",
+    "d": "head size",
+    "L": "layers",
+    "V": "vocabulary",
+}
+"""Short names that formulas may use; every public field has a full name instead."""
+
 
 def joined_axis(names: tuple[str, ...]) -> str:
     """Name of the axis that flattens ``names``: ``dp_replicate+dp_shard``."""

@@ -29,6 +29,18 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 MESH_ORDER = tuple(axis.name for axis in AXES)
 """Default order of the mesh, outermost (largest rank stride) first."""
 
+MESH_ORDERS = (
+    MESH_ORDER,
+    ("dp_replicate", "pp", "dp_shard", "cp", "tp"),
+    ("dp_replicate", "dp_shard", "pp", "cp", "tp"),
+)
+"""Orders that are searched. Megatron and torchtitan put pp outermost, Llama 3 (arXiv:2407.21783, section
+3.3.2) the data axes. tp and cp, which talk most, stay inside."""
+
+EXPERT_AXES = ("ep", "etp")
+"""Axes of the routed experts, cut out of the ranks of dp_shard x cp x tp: whole experts, and each expert's
+matrices. Ranks left over, ``expert_shard``, split their parameters as the ZeRO stage says."""
+
 SYMBOLS = {
     "s": "tokens of a sequence",
     "b": "sequences of a microbatch on one rank",
@@ -40,6 +52,8 @@ SYMBOLS = {
     "d": "head size",
     "L": "layers",
     "V": "vocabulary",
+    "E": "experts",
+    "k": "experts of a token",
 }
 """Short names that formulas may use; every public field has a full name instead."""
 

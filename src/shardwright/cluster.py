@@ -44,6 +44,7 @@ class Device(Description):
     memory: Bytes = Field(gt=0, description="what a process can allocate")
     memory_bandwidth: Bandwidth = Field(gt=0)
     bf16: FlopsPerSecond = Field(gt=0, description="dense peak")
+    fp8: FlopsPerSecond = Field(default=0.0, ge=0, description="dense peak; 0: the device has no such units")
     fp32: FlopsPerSecond = Field(gt=0)
     fp64: FlopsPerSecond = Field(gt=0)
     matmul_efficiency: float = Field(gt=0, le=1, description="share of the peak of large products")
@@ -63,7 +64,9 @@ class Device(Description):
 
     def peak(self, precision: str) -> float:
         """Dense peak of ``precision`` [FLOP/s]."""
-        return {"bf16": self.bf16, "fp32": self.fp32, "fp64": self.fp64}[precision]
+        return {"bf16": self.bf16, "fp8": self.fp8 or self.bf16, "fp32": self.fp32, "fp64": self.fp64}[
+            precision
+        ]
 
 
 class Cluster(Description):

@@ -7,16 +7,20 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from shardwright.description import Description
 from shardwright.errors import JobError, ShardwrightError
 
-Precision = Literal["bf16", "fp32", "fp64"]
+Precision = Literal["bf16", "fp8", "fp32", "fp64"]
 Optimizer = Literal["adamw", "sgd", "sgd_momentum", "adamw_8bit", "adafactor", "muon"]
 Accounting = Literal["fsdp2", "zero", "megatron", "pure_bf16"]
+
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+"""Kinds of matrices that may have adapters; a fused matrix has those of its parts as one."""
 
 
 class Job(Description):
     """A training job: sequence length, global batch, arithmetic, optimizer and its schedule.
 
-    ``precision`` bf16 computes in bf16 over fp32 parameters and reduces gradients in fp32; fp32 and fp64 do
-    everything in that type. ``accounting`` names the row of ``plan/accounting.py`` by which state is counted;
+    ``precision`` bf16 computes in bf16 over fp32 parameters and reduces gradients in fp32; fp8 does the same
+    with the matrix products of the blocks in 8 bits, inputs still saved in bf16; fp32 and fp64 do everything
+    in that type. ``accounting`` names the row of ``plan/accounting.py`` by which state is counted;
     the runtime's own is ``fsdp2``.
     """
 
@@ -29,6 +33,15 @@ class Job(Description):
     precision: Precision = "bf16"
     accounting: Accounting = "fsdp2"
     optimizer: Optimizer = "adamw"
+    lora_rank: NonNegativeInt = Field(default=0, description="0 trains all parameters")
+    lora_targets: tuple[str, ...] = Field(default=(), description="kinds of matrices that have adapters")
+    base_bits: Literal[4, 8, 16] = Field(default=16, description="of a frozen parameter, under LoRA")
+    expert_capacity: NonNegativeFloat = Field(
+        default=0.0, description="factor that caps an expert's tokens; 0 drops none"
+    )
+    expert_imbalance: float = Field(
+        default=1.2, ge=1, description="tokens of the fullest rank of ep over the mean, where none is dropped"
+    )
     learning_rate: NonNegativeFloat = 3e-4
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
     warmup_steps: NonNegativeInt = 0
@@ -51,7 +64,17 @@ class Job(Description):
                 f"warmup_steps={self.warmup_steps} is not less than steps={self.steps}: "
                 "shorten it or train longer"
             )
-        if self.accounting != "fsdp2" and self.precision != "bf16":
+        if bool(self.lora_rank) != bool(self.lora_targets):
+            faults.append(
+                f"lora_rank={self.lora_rank} does not go with lora_targets={list(self.lora_targets)}: give "
+                f"both, targets among {', '.join(LORA_TARGETS)}"
+            )
+        unknown = [target for target in self.lora_targets if target not in LORA_TARGETS]
+        if unknown:
+            faults.append(f"lora_targets={unknown} are unknown: use {', '.join(LORA_TARGETS)}")
+        if self.base_bits != 16 and not self.lora_rank:
+            faults.append(f"base_bits={self.base_bits} needs LoRA: a base in so few bits is not trained")
+        if self.accounting != "fsdp2" and self.precision not in ("bf16", "fp8"):
             faults.append(
                 f"accounting={self.accounting!r} counts bf16 weights but precision={self.precision!r}: "
                 "use accounting='fsdp2' or precision='bf16'"

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
-from shardwright.axes import DATA_AXES, MESH_ORDER
+from shardwright.axes import DATA_AXES, EXPERT_AXES, MESH_ORDER, MESH_ORDERS
 from shardwright.cluster import Cluster
 from shardwright.description import Description
 from shardwright.errors import LayoutError, ShardwrightError
@@ -36,6 +36,11 @@ CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 """How attention sees the keys of other context ranks: passed round, gathered, or traded for heads."""
 
 
+Offload = Literal["none", "optimizer", "activations", "optimizer+activations"]
+OFFLOAD_KINDS: tuple[Offload, ...] = get_args(Offload)
+"""What rests in host memory and is copied over PCIe when it is needed."""
+
+
 class Layout(Description):
     """Degrees of every axis, the ZeRO stage, the pipeline's schedule, the microbatch and what is recomputed.
 
@@ -43,7 +48,8 @@ class Layout(Description):
     are gathered once a step, gradients are reduced once a step; 2 the same with gradients reduced every
     microbatch; 3 parameters are gathered for each block, forward and backward. They are split over dp_shard
     and cp together. In a pipeline a stage's parameters and gradients are whole through the step: stages 0 and
-    1 only.
+    1 only. ``ep`` and ``etp`` split routed experts over ranks of dp_shard x cp x tp; ``order`` names the axes
+    of the mesh, outermost first.
     """
 
     error: ClassVar[type[ShardwrightError]] = LayoutError
@@ -54,6 +60,9 @@ class Layout(Description):
     dp_shard: PositiveInt = 1
     cp: PositiveInt = 1
     tp: PositiveInt = 1
+    ep: PositiveInt = Field(default=1, description="ranks that share out the routed experts")
+    etp: PositiveInt = Field(default=1, description="ranks that split the matrices of an expert: 1 or tp")
+    order: tuple[str, ...] = Field(default=MESH_ORDER, description="of the mesh, outermost first")
     sp: bool = Field(default=False, description="norms and residuals split by sequence over tp")
     cp_kind: ContextKind = "none"
     schedule: ScheduleName = "none"
@@ -63,16 +72,27 @@ class Layout(Description):
     micro_batch: PositiveInt = Field(default=1, description="sequences of a microbatch on one rank")
     microbatches: PositiveInt = Field(default=1, description="microbatches of a step on one rank")
     recompute: Recompute = "none"
+    recompute_every: PositiveInt = Field(default=1, description="full recomputation of every k-th layer")
     kept: tuple[str, ...] = Field(default=(), description="operations kept by selective recomputation")
+    loss_chunks: PositiveInt = Field(default=1, description="parts of a microbatch's tokens for the loss")
+    offload: Offload = "none"
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        faults = [*self._zero_faults(), *self._axis_faults()]
+        faults = [*self._zero_faults(), *self._axis_faults(), *self._expert_faults()]
         expected = KEPT_BY_SELECTIVE if self.recompute == "selective" else ()
         if self.kept != expected:
             faults.append(
                 f"kept={list(self.kept)} does not go with recompute={self.recompute!r}: use {list(expected)}"
             )
+        if self.recompute_every > 1 and self.recompute != "full":
+            faults.append(
+                f"recompute_every={self.recompute_every} does not go with recompute={self.recompute!r}: "
+                "use 1, or recompute='full'"
+            )
+        if self.order not in MESH_ORDERS:
+            known = " or ".join(str(list(order)) for order in MESH_ORDERS)
+            faults.append(f"order={list(self.order)} is not modelled: use {known}")
         if faults:
             raise ValueError("; ".join(faults))
         return self
@@ -109,6 +129,20 @@ class Layout(Description):
         if self.sp and self.tp == 1:
             yield "sp=true does not go with tp=1: sequence parallelism splits over tp"
 
+    def _expert_faults(self) -> Iterator[str]:
+        if self.etp not in (1, self.tp):
+            yield f"etp={self.etp} does not go with tp={self.tp}: use 1 or {self.tp}"
+        if self.shard * self.tp % (self.ep * self.etp):
+            yield (
+                f"ep={self.ep} x etp={self.etp} does not divide dp_shard={self.dp_shard} x cp={self.cp} x "
+                f"tp={self.tp}, the ranks it is cut out of"
+            )
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks over which the parameters of one expert are split."""
+        return self.shard * self.tp // (self.ep * self.etp)
+
     @property
     def shard(self) -> int:
         """Ranks over which parameters, gradients and optimizer state are split."""
@@ -128,6 +162,9 @@ class Layout(Description):
     def label(self) -> str:
         """Short name for tables: ``pp=4 dp_shard=8 tp=8 sp 1F1B zero=1 b=1 m=16``."""
         parts = [f"{axis}={getattr(self, axis)}" for axis in MESH_ORDER if getattr(self, axis) > 1]
+        parts += [f"{axis}={getattr(self, axis)}" for axis in EXPERT_AXES if getattr(self, axis) > 1]
+        if self.order != MESH_ORDER:
+            parts.append("order=" + "/".join(self.order))
         if self.sp:
             parts.append("sp")
         if self.cp > 1:
@@ -136,7 +173,12 @@ class Layout(Description):
             parts.append(self.schedule + (f" v={self.chunks}" if self.chunks > 1 else ""))
         parts += [f"zero={self.zero_stage}", f"b={self.micro_batch}", f"m={self.microbatches}"]
         if self.recompute != "none":
-            parts.append(f"recompute={self.recompute}")
+            every = f"/{self.recompute_every}" if self.recompute_every > 1 else ""
+            parts.append(f"recompute={self.recompute}{every}")
+        if self.loss_chunks > 1:
+            parts.append(f"loss_chunks={self.loss_chunks}")
+        if self.offload != "none":
+            parts.append(f"offload={self.offload}")
         return " ".join(parts)
 
 
@@ -219,6 +261,16 @@ def model_faults(layout: Layout, model: ModelSpec, job: Job) -> list[Fault]:
             layout.pp == 1 or sum(layout.stage_layers) == model.layers,
             f"stage_layers add up to {sum(layout.stage_layers)}, the model has layers={model.layers}",
         ),
+        "experts": (
+            layout.ep == 1 or (model.moe is not None and model.moe.experts % layout.ep == 0),
+            f"ep={layout.ep} does not divide experts={model.moe.experts if model.moe else 0} (model "
+            f"{model.name})",
+        ),
+        "etp_ffn": (
+            model.moe is None or model.moe.ffn % layout.etp == 0,
+            f"etp={layout.etp} does not divide the experts' ffn={model.moe.ffn if model.moe else 0} (model "
+            f"{model.name})",
+        ),
         "tied_pipeline": (
             layout.pp == 1 or not model.tied_embeddings,
             f"pp={layout.pp} would put the tied embedding of model {model.name} on two stages, which is not "
@@ -267,6 +319,13 @@ def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str
         ),
         f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'": job.accounting == "fsdp2",
         f"{missing} {verb} only modelled: train with the data axes": not missing,
+        "precision='fp8' is only modelled: train in bf16": job.precision != "fp8",
+        f"lora_rank={job.lora_rank} is only modelled: train all parameters": job.lora_rank == 0,
+        f"recompute_every={layout.recompute_every} is only modelled: recompute all layers or none": (
+            layout.recompute_every == 1
+        ),
+        f"loss_chunks={layout.loss_chunks} is only modelled: use 1": layout.loss_chunks == 1,
+        f"offload={layout.offload!r} is only modelled: use 'none'": layout.offload == "none",
     }
     return [reason for reason, runs in rules.items() if not runs]
 
@@ -275,7 +334,7 @@ def _not_run(layout: Layout) -> str:
     """The axes of more than one rank that the runtime has not."""
     return ", ".join(
         f"{axis}={getattr(layout, axis)}"
-        for axis in MESH_ORDER
+        for axis in (*MESH_ORDER, *EXPERT_AXES)
         if axis not in DATA_AXES and getattr(layout, axis) > 1
     )
 

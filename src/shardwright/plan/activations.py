@@ -17,10 +17,10 @@ from shardwright.layout import ContextKind, Recompute
 from shardwright.model import ModelSpec
 from shardwright.plan.table import Floats
 
-ELEMENT_BYTES: Mapping[str, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
+ELEMENT_BYTES: Mapping[str, int] = {"bf16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
 """Bytes of one activation or gathered parameter."""
 
-WIDE_BYTES: Mapping[str, int] = {"bf16": 4, "fp32": 4, "fp64": 8}
+WIDE_BYTES: Mapping[str, int] = {"bf16": 4, "fp8": 4, "fp32": 4, "fp64": 8}
 """Bytes of one statistic (norm deviation, log-sum-exp), reduced gradient and resting parameter."""
 
 

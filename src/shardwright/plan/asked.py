@@ -4,10 +4,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.axes import MESH_ORDER
+from shardwright.axes import EXPERT_AXES, MESH_ORDER, MESH_ORDERS
 from shardwright.errors import LayoutError
 from shardwright.job import Job
-from shardwright.layout import CONTEXT_KINDS, KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, SCHEDULE_NAMES
+from shardwright.layout import (
+    CONTEXT_KINDS,
+    KEPT_BY_SELECTIVE,
+    OFFLOAD_KINDS,
+    RECOMPUTE_KINDS,
+    SCHEDULE_NAMES,
+)
 from shardwright.model import ModelSpec
 from shardwright.plan.finding import column_code
 from shardwright.plan.schedule import SCHEDULES
@@ -15,7 +21,18 @@ from shardwright.plan.table import stage_layers
 
 COLUMN_OF = {
     **{
-        name: name for name in (*MESH_ORDER, "dp", "sp", "schedule", "cp_kind", "chunks", "ends", "recompute")
+        name: name
+        for name in (
+            *MESH_ORDER,
+            *EXPERT_AXES,
+            "dp",
+            "sp",
+            "schedule",
+            "cp_kind",
+            "chunks",
+            "ends",
+            "recompute",
+        )
     },
     **dict.fromkeys(("zero", "zero_stage"), "zero_stage"),
     **dict.fromkeys(("b", "micro_batch"), "micro_batch"),
@@ -92,6 +109,9 @@ def completed(asked: Mapping[str, int], model: ModelSpec, job: Job, ranks: int) 
         "dp_shard": shard,
         "cp": cp,
         "tp": tp,
+        "ep": 1,
+        "etp": 1,
+        "order": 0,
         "sp": 0,
         "cp_kind": CONTEXT_KINDS.index("ring" if cp > 1 else "none"),
         "schedule": schedule,
@@ -101,6 +121,9 @@ def completed(asked: Mapping[str, int], model: ModelSpec, job: Job, ranks: int) 
         "micro_batch": micro_batch,
         "microbatches": max(job.global_batch // (replicate * shard * micro_batch), 1),
         "recompute": RECOMPUTE_KINDS.index("none"),
+        "recompute_every": 1,
+        "loss_chunks": 1,
+        "offload": OFFLOAD_KINDS.index("none"),
     }
     return columns | {column: value for column, value in asked.items() if column != "dp"}
 
@@ -110,6 +133,8 @@ def layout_fields(columns: Mapping[str, int], model: ModelSpec) -> dict[str, Any
     recompute, stages = RECOMPUTE_KINDS[columns["recompute"]], columns["pp"] * columns["chunks"]
     return {column: value for column, value in columns.items() if column != "ends"} | {
         "sp": bool(columns["sp"]),
+        "order": MESH_ORDERS[columns["order"]],
+        "offload": OFFLOAD_KINDS[columns["offload"]],
         "cp_kind": CONTEXT_KINDS[columns["cp_kind"]],
         "schedule": SCHEDULE_NAMES[columns["schedule"]],
         "recompute": recompute,

@@ -145,7 +145,7 @@ def rank_step(model: ModelSpec, job: Job, table: LayoutTable, kinds: BlockKinds,
         rstd=wide / by_sequence,
         wide=wide,
         vocab=stage.head * np.ceil(model.vocab / table.tp) * element,
-        merges=job.precision != "bf16",
+        merges=job.precision not in ("bf16", "fp8"),
         tied_gradient=element * np.ceil(model.vocab / table.tp) * model.hidden
         if model.tied_embeddings
         else 0.0,

@@ -89,13 +89,13 @@ def _rows(model: ModelSpec, job: Job, mesh: _Mesh) -> np.ndarray[tuple[int, int]
         options = options[:1]
     inner = np.array(
         [
-            (*batch, recompute)
+            (*batch, recompute, 1, 1, 0)
             for batch in batches
             for recompute in range(len(RECOMPUTE_KINDS) if share else 1)
         ],
         dtype=np.int32,
     ).T
-    outer = np.array([(*mesh, *option) for option in options], dtype=np.int32).T
+    outer = np.array([(*mesh, 1, 1, 0, *option) for option in options], dtype=np.int32).T
     repeated = np.repeat(outer, inner.shape[1], axis=1)
     return np.concatenate([repeated, np.tile(inner, (1, outer.shape[1]))])
 

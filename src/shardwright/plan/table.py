@@ -6,19 +6,32 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.axes import MESH_ORDER
+from shardwright.axes import EXPERT_AXES, MESH_ORDER, MESH_ORDERS
 from shardwright.errors import LayoutError
-from shardwright.layout import CONTEXT_KINDS, KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout
+from shardwright.layout import (
+    CONTEXT_KINDS,
+    KEPT_BY_SELECTIVE,
+    OFFLOAD_KINDS,
+    RECOMPUTE_KINDS,
+    SCHEDULE_NAMES,
+    Layout,
+)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+PLAIN_COLUMNS = (
+    "chunks", "zero_stage", "micro_batch", "microbatches", "recompute_every", "loss_chunks",
+)  # fmt: skip
+"""Columns that stand in a Layout as they are, besides the degrees."""
+
+
 class LayoutTable(NamedTuple):
     """Columns of equal length.
 
-    ``cp_kind``, ``schedule`` and ``recompute`` index the tuples of layout.py; ``ends`` is how many layers the
-    first and the last stage have less than the even split gives them.
+    ``cp_kind``, ``schedule``, ``recompute`` and ``offload`` index the tuples of layout.py, ``order`` those of
+    axes.py; ``ends`` is how many layers the first and the last stage have less than the even split gives.
     """
 
     pp: Ints
@@ -26,6 +39,9 @@ class LayoutTable(NamedTuple):
     dp_shard: Ints
     cp: Ints
     tp: Ints
+    ep: Ints
+    etp: Ints
+    order: Ints
     sp: Ints
     cp_kind: Ints
     schedule: Ints
@@ -35,6 +51,9 @@ class LayoutTable(NamedTuple):
     micro_batch: Ints
     microbatches: Ints
     recompute: Ints
+    recompute_every: Ints
+    loss_chunks: Ints
+    offload: Ints
 
     @property
     def rows(self) -> int:
@@ -64,11 +83,11 @@ class LayoutTable(NamedTuple):
         value = {name: int(column[row]) for name, column in zip(self._fields, self, strict=True)}
         kind = RECOMPUTE_KINDS[value["recompute"]]
         stages = value["pp"] * value["chunks"]
-        degrees = {
-            name: value[name] for name in (*MESH_ORDER, "chunks", "zero_stage", "micro_batch", "microbatches")
-        }
+        degrees = {name: value[name] for name in (*MESH_ORDER, *EXPERT_AXES, *PLAIN_COLUMNS)}
         return Layout(
             **degrees,
+            order=MESH_ORDERS[value["order"]],
+            offload=OFFLOAD_KINDS[value["offload"]],
             sp=bool(value["sp"]),
             cp_kind=CONTEXT_KINDS[value["cp_kind"]],
             schedule=SCHEDULE_NAMES[value["schedule"]],
@@ -129,9 +148,11 @@ def table_of(layouts: Sequence[Layout], layers: int) -> LayoutTable:
     """
     rows = [
         (
-            *(x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, int(x.sp)),
+            *(x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.etp),
+            *(MESH_ORDERS.index(x.order), int(x.sp)),
             *(CONTEXT_KINDS.index(x.cp_kind), SCHEDULE_NAMES.index(x.schedule), x.chunks, ends_of(x, layers)),
             *(x.zero_stage, x.micro_batch, x.microbatches, RECOMPUTE_KINDS.index(x.recompute)),
+            *(x.recompute_every, x.loss_chunks, OFFLOAD_KINDS.index(x.offload)),
         )
         for x in layouts
     ]

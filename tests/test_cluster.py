@@ -11,6 +11,7 @@ from shardwright import cluster as cluster_module
 from shardwright.cluster import (
     Cluster,
     Device,
+    Level,
     Link,
     cluster_of,
     device,
@@ -93,7 +94,12 @@ def test_device_agrees_with_its_data_sheet(name):
     assert found.intra_link.bandwidth < found.memory_bandwidth
     assert found.intra_link.latency < found.inter_link.latency
     assert found.kind == ("rocm" if name.startswith("mi") else "cuda")
+    assert found.sms >= 78
+    assert found.fp8 == 0 or found.fp8 == pytest.approx(2 * found.bf16, rel=0.03)
+    assert (found.fp8 > 0) == ("fp8: " in found.source)
     for field in (
+        "sms",
+        "gemm_fill",
         "memory",
         "efficiency",
         "intra_link",
@@ -198,3 +204,102 @@ def test_links_belong_to_the_device():
     values = cluster_of("a100-sxm", 16).model_dump() | {"inter_link": {"bandwidth": 24e9, "latency": 14e-6}}
     with pytest.raises(ClusterError, match="unknown key 'inter_link'"):
         Cluster.checked(values)
+
+
+# Levels of links
+
+BOX = """
+ranks = 16
+gpus_per_node = 8
+
+[[levels]]
+name = "pair"
+ranks = 2
+link = { bandwidth = "208 GB/s", latency = "3.4 us", small_latency = "0.6 us" }
+
+[[levels]]
+name = "numa"
+ranks = 4
+link = { bandwidth = "20 GB/s", latency = "5.7 us" }
+
+[[levels]]
+name = "box"
+ranks = 8
+link = { bandwidth = "20 GB/s", latency = "5.7 us" }
+shared = true
+
+[[levels]]
+name = "network"
+ranks = 16
+link = { bandwidth = "24 GB/s", latency = "14 us" }
+"""
+
+
+def written(text: str) -> str:
+    """A cluster file of A100 PCIe with these levels."""
+    return text + "\n[device]\n" + device("a100-pcie").to_toml().replace("\n[", "\n[device.")
+
+
+def test_levels_are_read_from_a_file_and_written_back(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(written(BOX))
+    found = Cluster.from_file(path)
+    assert found.device == device("a100-pcie")
+    assert [(level.name, level.ranks, level.shared) for level in found.domains] == [
+        ("pair", 2, False),
+        ("numa", 4, False),
+        ("box", 8, True),
+        ("network", 16, False),
+    ]
+    pair, box = found.domains[0].link, found.domains[2].link
+    assert (pair.bandwidth, pair.latency, pair.small_latency) == pytest.approx((208e9, 3.4e-6, 0.6e-6))
+    assert found.intra_link == box
+    assert found.inter_link == found.domains[3].link
+    assert box.small_latency == box.latency  # where a file does not tell them apart
+    path.write_text(found.to_toml())
+    assert Cluster.from_file(path) == found
+    assert 'name = "pair"' in path.read_text()
+
+
+def test_without_levels_there_are_nodes_and_a_network():
+    where = cluster_of("h100-sxm", 20)
+    assert where.levels == ()
+    assert [(level.name, level.ranks) for level in where.domains] == [("node", 8), ("network", 24)]
+    assert [level.link for level in where.domains] == [where.intra_link, where.inter_link]
+    assert Cluster.from_toml(where.to_toml()) == where
+    alone = cluster_of("h100-sxm", 4)
+    assert [(level.name, level.ranks) for level in alone.domains] == [("node", 8)]
+    assert alone.inter_link == alone.device.inter_link
+
+
+def test_faults_of_levels_are_reported_at_once():
+    link = Link(bandwidth=1e9, latency=0)
+    levels = [Level(name=name, ranks=ranks, link=link) for name, ranks in (("a", 4), ("a", 6), ("b", 12))]
+    values = cluster_of("h100-sxm", 16).model_dump() | {"levels": [level.model_dump() for level in levels]}
+    with pytest.raises(ClusterError) as raised:
+        Cluster.checked(values)
+    for part in (
+        "levels are named ['a', 'a', 'b']: give each a name of its own",
+        "level 'a' of 6 ranks is not made of whole domains of 'a' of 4",
+        "level 'b' joins 12 ranks, the cluster has 16: add a level of at least 16",
+        "gpus_per_node=8 is the size of no level: use one of [4, 6, 12]",
+    ):
+        assert part in str(raised.value)
+
+
+def test_a_misspelt_key_of_a_level_names_the_nearest():
+    with pytest.raises(ClusterError, match=r"unknown key 'levels.0.shard' \(did you mean 'shared'\?\)"):
+        Cluster.from_toml(written(BOX).replace("ranks = 2\n", "ranks = 2\nshard = true\n"))
+
+
+def test_links_of_devices_say_what_messages_cost():
+    for name in DATA_SHEETS:
+        kind = device(name)
+        inside, across = kind.intra_link, kind.inter_link
+        assert inside.small_latency < inside.latency
+        assert across.small_latency < across.latency
+        assert inside.start == across.start > 0
+        assert (inside.switch_bandwidth > 0) == name.startswith(
+            ("h100-sxm", "h200", "h20-", "b200", "b300", "gb")
+        )
+    assert device("cpu").intra_link.small_latency == device("cpu").intra_link.latency

@@ -22,7 +22,7 @@ def test_tokens_of_a_step():
             "warmup_steps=10 is not less than steps=10: shorten it or train longer",
         ),
         ({"eval_every": 5, "held_out": 0.0}, "eval_every is set but held_out is 0: keep a share of the data"),
-        ({"precision": "fp16"}, "precision='fp16': .*'bf16', 'fp32' or 'fp64'"),
+        ({"precision": "fp16"}, "precision='fp16': .*'bf16', 'fp8', 'fp32' or 'fp64'"),
         ({"optimizer": "amsgrad"}, "optimizer='amsgrad': .*'adamw', 'sgd', 'sgd_momentum'"),
         (
             {"accounting": "pure_bf16", "precision": "fp32"},

@@ -19,7 +19,7 @@ from shardwright.layout import (
     ulysses_degrees,
 )
 from shardwright.model import preset
-from shardwright.plan.table import stage_layers
+from shardwright.plan.splits import stage_layers
 
 
 def cpus(ranks: int):

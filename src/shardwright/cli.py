@@ -12,13 +12,14 @@ from rich.console import RenderableType
 
 from shardwright import __version__
 from shardwright import cli_options as opt
-from shardwright.cluster import Cluster, cluster_of, device, device_names, usable_cores
+from shardwright.cluster import Cluster, device, device_names
 from shardwright.errors import (
     AnswerIsNo,
     ClusterError,
     JobError,
     LayoutError,
     MissingExtraError,
+    NothingFitsError,
     ShardwrightError,
 )
 from shardwright.hf_config import model_from
@@ -28,11 +29,13 @@ from shardwright.model import ModelSpec, preset, preset_names
 from shardwright.planfile import Plan, load_plan, save_plan
 from shardwright.report import terminal
 from shardwright.report.explain import explain_report
-from shardwright.report.plan import plan_report, why_report
+from shardwright.report.plan import nothing_report, pareto_plan_report, plan_report, why_report
 from shardwright.units import BANDWIDTH, HOUR, TIME, parse_count, parse_quantity
 
 if TYPE_CHECKING:
-    from shardwright.plan.finding import Ranking
+    from shardwright.plan.finding import Ranking, Wishes
+
+    Search = tuple[ModelSpec, Job, Cluster, Wishes, str | None, int, Ranking]
 
 app = typer.Typer(
     name="shardwright",
@@ -136,71 +139,60 @@ def presets(as_json: opt.JsonOption = False) -> None:
 
 
 @app.command()
+@opt.with_groups
 def plan(
     model: opt.ModelArgument,
     seq: opt.Seq,
     global_batch: opt.GlobalBatch,
-    gpus: opt.Gpus = None,
-    device_name: opt.DeviceName = None,
-    gpus_per_node: opt.GpusPerNode = None,
-    cluster_file: opt.ClusterFile = None,
-    precision: opt.PrecisionOption = None,
-    optimizer: opt.OptimizerOption = opt.OptimizerName.adamw,
-    accounting: opt.AccountingOption = opt.AccountingName.fsdp2,
-    steps: opt.Steps = 1000,
-    learning_rate: opt.LearningRate = 3e-4,
-    warmup_steps: opt.WarmupSteps = 0,
-    eval_every: opt.EvalEvery = 0,
-    seed: opt.Seed = 0,
-    tp: opt.Tp = None,
-    pp: opt.Pp = None,
-    cp: opt.Cp = None,
-    dp_replicate: opt.DpReplicate = None,
-    dp_shard: opt.DpShard = None,
-    sp: opt.Sp = None,
-    cp_kind: opt.CpKind = None,
-    schedule: opt.ScheduleOption = None,
-    chunks: opt.Chunks = None,
-    zero: opt.ZeroStage = None,
-    micro_batch: opt.MicroBatch = None,
-    recompute: opt.RecomputeOption = None,
+    cluster: opt.ClusterOptions,
+    options: opt.JobOptions,
+    fixed: opt.FixedOptions,
+    framework: opt.FrameworkOption = None,
+    objective: opt.ObjectiveOption = opt.ObjectiveName.time,
     max_memory: opt.MaxMemory = None,
     runnable: opt.Runnable = False,
     modelled: opt.Modelled = False,
+    pareto: opt.Pareto = False,
     why: opt.Why = None,
     top: opt.Top = 5,
     output: opt.Output = None,
     measure: opt.Measure = False,
     as_json: opt.JsonOption = False,
 ) -> None:
-    """Find the fastest layout of a job that fits, and say why the others are out."""
-    spec = model_from(model)
-    cluster = _cluster(cluster_file, device_name, gpus, gpus_per_node)
-    numbers: dict[str, float] = {"seq": seq, "global_batch": global_batch, "steps": steps, "seed": seed}
-    numbers |= {"learning_rate": learning_rate, "warmup_steps": warmup_steps, "eval_every": eval_every}
-    names = {"accounting": accounting.value, "optimizer": optimizer.value}
-    default = "fp32" if cluster.device.kind == "cpu" else "bf16"
-    job = Job.checked({**numbers, **names, "precision": default if precision is None else precision.value})
-    degrees = {"tp": tp, "pp": pp, "cp": cp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp}
-    fixed = {**degrees, "chunks": chunks, "zero_stage": zero, "micro_batch": micro_batch}
-    fixed |= _codes({"cp_kind": cp_kind, "schedule": schedule, "recompute": recompute})
-    ranking = _ranking(runnable, modelled)
+    """Find the best layout of a job that fits, and say why the others are out."""
+    spec, devices = model_from(model), opt.cluster_of_options(cluster)
+    job = opt.job_of_options(seq, global_batch, options, framework, devices)
     if measure:
-        cluster = _measured(spec, job, cluster)
-    _search(why, output, as_json, spec, job, cluster, fixed, max_memory, top, ranking)
+        devices = _measured(spec, job, devices)
+    columns, ranking = opt.columns_of_options(fixed, framework), _ranking(runnable, modelled)
+    search = spec, job, devices, columns, max_memory, top, ranking
+    try:
+        if why is None:
+            found = _find(objective, output, search)
+            document = found | {"framework": None if framework is None else framework.value}
+            _print(document, as_json, pareto_plan_report if pareto else plan_report)
+        elif objective is not opt.ObjectiveName.time:
+            raise LayoutError(f"--why compares with the fastest: leave out --objective {objective.value}")
+        else:
+            _answer_why(why, output, as_json, search)
+    except NothingFitsError as nothing:
+        if nothing.document and why is None:
+            _print(nothing.document, as_json, nothing_report)
+        raise
 
 
-def _search(why: str | None, output: Path | None, as_json: bool, *search: Any) -> None:
-    """Print what ``find`` or, with a layout to judge, ``answer_why`` says to the arguments ``search``."""
-    from shardwright.plan.finding import find
+def _find(objective: opt.ObjectiveName, output: Path | None, search: "Search") -> dict[str, Any]:
+    from shardwright.plan.objectives import find_best
+
+    found = find_best(objective.value, *search)
+    _write(found.best, output)
+    return found.document
+
+
+def _answer_why(text: str, output: Path | None, as_json: bool, search: "Search") -> None:
     from shardwright.plan.why import answer_why
 
-    if why is None:
-        found = find(*search)
-        _write(found.best, output)
-        _print(found.document, as_json, plan_report)
-        return
-    answer = answer_why(why, *search)
+    answer = answer_why(text, *search)
     _write(answer.best, output)
     _print(answer.document, as_json, why_report)
     if answer.nothing is not None:
@@ -211,16 +203,6 @@ def _ranking(runnable: bool, modelled: bool) -> "Ranking":
     if runnable and modelled:
         raise LayoutError("--runnable and --modelled contradict each other: leave one out")
     return "runnable_only" if runnable else "time" if modelled else "runnable_first"
-
-
-def _codes(names: Mapping[str, str | None]) -> dict[str, int | None]:
-    """Columns of the table for the names of options."""
-    from shardwright.plan.finding import column_code
-
-    return {
-        column: None if name is None else column_code(column, name, "--" + column.replace("_", "-"))
-        for column, name in names.items()
-    }
 
 
 def _write(best: Plan | None, output: Path | None) -> None:
@@ -234,23 +216,6 @@ def _write(best: Plan | None, output: Path | None) -> None:
         _say(f"{path} is only modelled, train and check will refuse it: {'; '.join(reasons)}")
 
 
-def _cluster(
-    file: Path | None, device_name: str | None, gpus: int | None, gpus_per_node: int | None
-) -> Cluster:
-    if file is not None:
-        given = {"--device": device_name, "--gpus": gpus, "--gpus-per-node": gpus_per_node}
-        clashing = [option for option, value in given.items() if value is not None]
-        if clashing:
-            raise ClusterError(f"--cluster {file} says it all: leave out {', '.join(clashing)}")
-        return Cluster.from_file(file)
-    name = "cpu" if device_name is None else device_name
-    if gpus is None:
-        if device(name).kind != "cpu":
-            raise ClusterError(f"--gpus is missing: say how many of {name} there are, --gpus 8 for example")
-        gpus = usable_cores()
-    return cluster_of(name, gpus, gpus_per_node)
-
-
 def _measured(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
     if cluster.device.kind != "cpu":
         raise ClusterError(
@@ -260,6 +225,47 @@ def _measured(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
     from shardwright.measure.device import measured_cluster
 
     return measured_cluster(model, job, cluster)
+
+
+@app.command()
+def table(
+    models: opt.Models = None,
+    gpus: opt.GpuCounts = "8,64,512",
+    device_name: opt.TableDevice = "h100-sxm",
+    gpus_per_node: opt.GpusPerNode = None,
+    seq: opt.TableSeq = 8192,
+    tokens_per_step: opt.TokensPerStep = "4194304",
+    framework: opt.FrameworkOption = None,
+    precision: opt.PrecisionOption = None,
+    price: opt.Price = None,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Recommended layouts by model and number of devices, each found by a search."""
+    from shardwright.plan.recommend import MODELS, recommended, sequences_of
+    from shardwright.report.table import table_report
+
+    names = MODELS if models is None else [name.strip() for name in models.split(",")]
+    counts = [_read("--gpus", parse_count, count) for count in gpus.split(",")]
+    hardware = opt.ClusterOptions(None, device_name, gpus_per_node, None, price)
+    clusters = [opt.cluster_of_options(hardware._replace(gpus=count)) for count in counts]
+    batch = sequences_of(_read("--tokens-per-step", parse_count, tokens_per_step), seq)
+    job = opt.job_of_options(seq, batch, opt.JobOptions(precision=precision), framework, clusters[0])
+    specs, columns = (
+        [model_from(name) for name in names],
+        opt.columns_of_options(opt.FixedOptions(), framework),
+    )
+    document = {
+        "device": clusters[0].device.name,
+        "device_memory": clusters[0].device.memory,
+        "seq": seq,
+        "global_batch": batch,
+        "tokens_per_step": job.tokens_per_step,
+        "precision": job.precision,
+        "framework": None if framework is None else framework.value,
+        "assumed": sorted({line for cluster in clusters for line in cluster.assumed}),
+        "rows": recommended(specs, clusters, job, columns, _say),
+    }
+    _print(document, as_json, table_report)
 
 
 @app.command()

@@ -1,18 +1,37 @@
-"""Arguments and options of the command line: their names, help and choices."""
+"""Arguments and options of the command line: their names, help and choices.
 
+Options that belong together are a group, a NamedTuple; ``with_groups`` gives a command those of its groups.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
-from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS, SCHEDULE_NAMES
+from shardwright.axes import MESH_ORDERS
+from shardwright.cluster import Cluster, cluster_of, device, usable_cores
+from shardwright.errors import ClusterError
+from shardwright.job import LORA_TARGETS, Job
+from shardwright.layout import (
+    CONTEXT_KINDS,
+    DISPATCH_KINDS,
+    OFFLOAD_KINDS,
+    RECOMPUTE_KINDS,
+    SCHEDULE_NAMES,
+)
+from shardwright.plan.columns import NAMED_COLUMNS, column_code
+from shardwright.plan.frameworks import FRAMEWORKS, within_framework
 
 
 class Precision(StrEnum):
     """Choices of --precision."""
 
     bf16 = "bf16"
+    fp8 = "fp8"
     fp32 = "fp32"
     fp64 = "fp64"
 
@@ -37,6 +56,25 @@ class AccountingName(StrEnum):
     pure_bf16 = "pure_bf16"
 
 
+class FrameworkName(StrEnum):
+    """Choices of --framework; plan/frameworks.py says what each can do."""
+
+    torchtitan = "torchtitan"
+    megatron = "megatron"
+    deepspeed = "deepspeed"
+    fsdp2 = "fsdp2"
+
+
+class ObjectiveName(StrEnum):
+    """Choices of --objective; plan/objectives.py says what each looks for."""
+
+    time = "time"
+    cost = "cost"
+    gpus = "gpus"
+    micro_batch = "micro-batch"
+    sequence = "sequence"
+
+
 ModelArgument = Annotated[str, typer.Argument(help="A preset name, a config.json, or a folder holding one.")]
 PlanArgument = Annotated[
     Path, typer.Argument(help="A plan.toml, or a folder that holds one.", metavar="PLAN")
@@ -54,10 +92,23 @@ GpusPerNode = Annotated[int | None, typer.Option(help="Devices of one fast-link 
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="A cluster.toml instead of --gpus and --device.")
 ]
+Price = Annotated[float | None, typer.Option(help="Of a device-hour. Default: the cluster's, if it has one.")]
 PrecisionOption = Annotated[Precision | None, typer.Option(help="Arithmetic. Default: bf16, on CPU fp32.")]
 OptimizerOption = Annotated[OptimizerName, typer.Option(help="Optimizer.")]
 AccountingOption = Annotated[
-    AccountingName, typer.Option(help="Whose bytes per parameter to count; fsdp2 is what train does.")
+    AccountingName | None,
+    typer.Option(help="Whose bytes per parameter to count. Default: the framework's, else fsdp2."),
+]
+LoraRank = Annotated[int, typer.Option(help="Rank of LoRA adapters; 0 trains all parameters.", min=0)]
+LoraTargets = Annotated[
+    str, typer.Option(help=f"Matrices that have adapters: {','.join(LORA_TARGETS)}.", metavar="A,B,...")
+]
+BaseBits = Annotated[int, typer.Option(help="Bits of a frozen parameter under LoRA: 4, 8 or 16.")]
+ExpertCapacity = Annotated[
+    float, typer.Option(help="Factor that caps an expert's tokens; 0 drops none.", min=0)
+]
+ExpertImbalance = Annotated[
+    float, typer.Option(help="Tokens of the fullest rank of experts over the mean.", min=1)
 ]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of the job.", min=1)]
 LearningRate = Annotated[float, typer.Option(help="Peak learning rate.", min=0)]
@@ -67,12 +118,28 @@ Seed = Annotated[int, typer.Option(help="Seed of weights and data order.", min=0
 Tp = Annotated[int | None, typer.Option(help="Fix the ranks that share every matrix.", min=1)]
 Pp = Annotated[int | None, typer.Option(help="Fix the ranks of a pipeline.", min=1)]
 Cp = Annotated[int | None, typer.Option(help="Fix the ranks that share a sequence.", min=1)]
+Ep = Annotated[int | None, typer.Option(help="Fix the ranks that share out the experts.", min=1)]
+Etp = Annotated[int | None, typer.Option(help="Fix the ranks that share an expert's matrices.", min=1)]
+DispatchOption = Annotated[
+    str | None, typer.Option(help=f"Fix how tokens reach experts: {', '.join(DISPATCH_KINDS)}.")
+]
+OrderOption = Annotated[
+    str | None,
+    typer.Option(help=f"Fix the order of the mesh: {', '.join('/'.join(order) for order in MESH_ORDERS)}."),
+]
 DpReplicate = Annotated[int | None, typer.Option(help="Fix the replicas of the sharded ranks.", min=1)]
 DpShard = Annotated[int | None, typer.Option(help="Fix the data ranks that share parameters.", min=1)]
-ZeroStage = Annotated[int | None, typer.Option(help="Fix the ZeRO stage.", min=0, max=3)]
+ZeroStage = Annotated[int | None, typer.Option("--zero", help="Fix the ZeRO stage.", min=0, max=3)]
 MicroBatch = Annotated[int | None, typer.Option(help="Fix the sequences of a microbatch.", min=1)]
 RecomputeOption = Annotated[
     str | None, typer.Option(help=f"Fix what is recomputed: {', '.join(RECOMPUTE_KINDS)}.")
+]
+RecomputeEvery = Annotated[
+    int | None, typer.Option(help="Fix of how many layers one is recomputed in full.", min=1)
+]
+LossChunks = Annotated[int | None, typer.Option(help="Fix the parts of a microbatch for the loss.", min=1)]
+OffloadOption = Annotated[
+    str | None, typer.Option(help=f"Fix what rests in host memory: {', '.join(OFFLOAD_KINDS)}.")
 ]
 Sp = Annotated[
     bool | None,
@@ -83,6 +150,18 @@ ScheduleOption = Annotated[
     str | None, typer.Option(help=f"Fix the pipeline's schedule: {', '.join(SCHEDULE_NAMES[1:])}.")
 ]
 Chunks = Annotated[int | None, typer.Option(help="Fix the stages of each pipeline rank.", min=1)]
+FrameworkOption = Annotated[
+    FrameworkName | None,
+    typer.Option("--framework", help="Only layouts that it can run, with its bytes per parameter."),
+]
+ObjectiveOption = Annotated[
+    ObjectiveName,
+    typer.Option(
+        "--objective",
+        help="What is best: time or cost of a step, fewest devices, largest microbatch, longest sequence.",
+    ),
+]
+Pareto = Annotated[bool, typer.Option("--pareto", help="Show what more memory left costs in time.")]
 Runnable = Annotated[bool, typer.Option("--runnable", help="Only layouts that train can execute.")]
 Modelled = Annotated[
     bool,
@@ -100,6 +179,153 @@ Output = Annotated[
 ]
 Measure = Annotated[bool, typer.Option(help="Measure this machine's CPU ranks first (2 s).")]
 
+
+class JobOptions(NamedTuple):
+    """Fields of a job besides its sequence and its batch."""
+
+    precision: PrecisionOption = None
+    optimizer: OptimizerOption = OptimizerName.adamw
+    accounting: AccountingOption = None
+    steps: Steps = 1000
+    learning_rate: LearningRate = 3e-4
+    warmup_steps: WarmupSteps = 0
+    eval_every: EvalEvery = 0
+    seed: Seed = 0
+    lora_rank: LoraRank = 0
+    lora_targets: LoraTargets = ""
+    base_bits: BaseBits = 16
+    expert_capacity: ExpertCapacity = 0.0
+    expert_imbalance: ExpertImbalance = 1.2
+
+
+class FixedOptions(NamedTuple):
+    """Columns of the table, by their names; None leaves one free."""
+
+    tp: Tp = None
+    pp: Pp = None
+    cp: Cp = None
+    dp_replicate: DpReplicate = None
+    dp_shard: DpShard = None
+    ep: Ep = None
+    etp: Etp = None
+    dispatch: DispatchOption = None
+    order: OrderOption = None
+    sp: Sp = None
+    cp_kind: CpKind = None
+    schedule: ScheduleOption = None
+    chunks: Chunks = None
+    zero_stage: ZeroStage = None
+    micro_batch: MicroBatch = None
+    recompute: RecomputeOption = None
+    recompute_every: RecomputeEvery = None
+    loss_chunks: LossChunks = None
+    offload: OffloadOption = None
+
+
+class ClusterOptions(NamedTuple):
+    """The hardware, its price among them."""
+
+    gpus: Gpus = None
+    device_name: DeviceName = None
+    gpus_per_node: GpusPerNode = None
+    cluster_file: ClusterFile = None
+    price: Price = None
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of each group in the group's place."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if hasattr(hint, "_fields")}
+    kind, options = inspect.Parameter.KEYWORD_ONLY, []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            of_group, defaults = (
+                get_type_hints(groups[name], include_extras=True),
+                groups[name]._field_defaults,
+            )
+            options += [
+                inspect.Parameter(option, kind, annotation=hint, default=defaults[option])
+                for option, hint in of_group.items()
+            ]
+        else:
+            options.append(parameter.replace(kind=kind, annotation=hints[name]))
+
+    @wraps(command)
+    def grouped(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(*(values.pop(option) for option in group._fields))
+        command(**values)
+
+    grouped.__dict__["__signature__"] = inspect.Signature(options)
+    grouped.__annotations__ = {option.name: option.annotation for option in options}
+    return grouped
+
+
+# What the options of `plan` and `table` say
+
+
+def cluster_of_options(options: ClusterOptions) -> Cluster:
+    """The cluster of some options.
+
+    Raises: ClusterError: what is given contradicts itself, or is not enough.
+    """
+    gpus, name, file, price = options.gpus, options.device_name, options.cluster_file, options.price
+    if file is not None:
+        given = {"--device": name, "--gpus": gpus, "--gpus-per-node": options.gpus_per_node}
+        clashing = [option for option, value in given.items() if value is not None]
+        if clashing:
+            raise ClusterError(f"--cluster {file} says it all: leave out {', '.join(clashing)}")
+        cluster = Cluster.from_file(file)
+    else:
+        name = "cpu" if name is None else name
+        if gpus is None:
+            if device(name).kind != "cpu":
+                raise ClusterError(
+                    f"--gpus is missing: say how many of {name} there are, --gpus 8 for example"
+                )
+            gpus = usable_cores()
+        cluster = cluster_of(name, gpus, options.gpus_per_node)
+    if price is None:
+        return cluster
+    if not 0 < price < float("inf"):
+        raise ClusterError(f"--price={price} must be finite and above 0: give another, or leave it out")
+    return cluster.model_copy(update={"price_per_device_hour": price})
+
+
+def job_of_options(
+    seq: int,
+    global_batch: int,
+    options: JobOptions,
+    framework: FrameworkName | None,
+    cluster: Cluster,
+) -> Job:
+    """The job of some options; arithmetic and accounting follow the device and the framework unless given."""
+    values = options._asdict() | {"seq": seq, "global_batch": global_batch}
+    values["optimizer"] = options.optimizer.value
+    default = "fp32" if cluster.device.kind == "cpu" else "bf16"
+    values["precision"] = default if options.precision is None else options.precision.value
+    values["accounting"] = "fsdp2"
+    if options.accounting is not None:
+        values["accounting"] = options.accounting.value
+    elif framework is not None:
+        values["accounting"] = FRAMEWORKS[framework.value].accounting
+    values["lora_targets"] = tuple(name.strip() for name in options.lora_targets.split(",") if name.strip())
+    return Job.checked(values)
+
+
+def columns_of_options(fixed: FixedOptions, framework: FrameworkName | None) -> dict[str, Sequence[int]]:
+    """Columns of the table for the options, as far as they are given, and for what a framework can run."""
+    given = {column: value for column, value in fixed._asdict().items() if value is not None}
+    codes = {
+        column: column_code(column, value, "--" + column.replace("_", "-"))
+        if column in NAMED_COLUMNS
+        else int(value)
+        for column, value in given.items()
+    }
+    columns: dict[str, Sequence[int]] = {column: [code] for column, code in codes.items()}
+    return columns if framework is None else within_framework(framework.value, columns)
+
+
 # Options of `goodput`
 Tokens = Annotated[str, typer.Option(help='Tokens of the run, "15T" or "300B" for example.')]
 StepTime = Annotated[str | None, typer.Option(help="A measured step. Default: the plan's prediction.")]
@@ -114,7 +340,16 @@ StorageBandwidth = Annotated[
     str | None, typer.Option(help='Of all devices together, to estimate it, "20 GB/s" for example.')
 ]
 RestartTime = Annotated[str | None, typer.Option(help='From failure to checkpoint loaded, "10 min".')]
-Price = Annotated[float | None, typer.Option(help="Of a device-hour. Default: the cluster's, if it has one.")]
+
+# Options of `table`
+Models = Annotated[str | None, typer.Option(help="Presets or config.json files, with commas between them.")]
+GpuCounts = Annotated[str, typer.Option("--gpus", help="Numbers of devices, with commas between them.")]
+TableDevice = Annotated[str, typer.Option("--device", help="Kind of device; see 'presets'.")]
+TableSeq = Annotated[int, typer.Option("--seq", help="Tokens of a sequence.", min=1)]
+TokensPerStep = Annotated[
+    str,
+    typer.Option(help='Tokens of a step, "4M" for example: whole sequences of a power of two, if need be.'),
+]
 
 # Options of `train` and `loop`
 DataOption = Annotated[

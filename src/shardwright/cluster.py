@@ -1,11 +1,13 @@
 """Cluster: how many devices of what kind, and the links between them."""
 
 import os
+from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from shardwright.description import Bandwidth, Bytes, Description, FlopsPerSecond, Seconds, nearest
 from shardwright.errors import ClusterError, ShardwrightError
@@ -20,13 +22,45 @@ class Link(Description):
     noun: ClassVar[str] = "link"
 
     bandwidth: Bandwidth
-    latency: Seconds = Field(ge=0)
+    latency: Seconds = Field(ge=0, description="of a hop of a large message, at full bandwidth")
+    small_latency: Seconds = Field(
+        default_factory=lambda values: values.get("latency", 0.0),
+        ge=0,
+        description="of a hop of a small message, at part of the bandwidth; if not given, latency",
+    )
+    start: Seconds = Field(default=0.0, ge=0, description="of a collective, whatever its size")
+    ramp: Seconds = Field(
+        default=0.0,
+        ge=0,
+        description="what filling its channels adds to an all-reduce of 1 MiB; grows with the root of size",
+    )
+    switch_bandwidth: Bandwidth = Field(
+        default=0.0, ge=0, description="at which its switches add up an all-reduce (NVLS); 0: they cannot"
+    )
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth={self.bandwidth} must be above 0")
         return self
+
+
+class Level(Description):
+    """A level of the links of a cluster: domains of ``ranks`` consecutive ranks, joined by ``link``.
+
+    The link joins members of a domain that are in no smaller one together. Each rank has its own (an NVLink
+    port, one NIC a GPU), or, ``shared``, each smaller domain has one (a PCIe switch's uplink, QPI between
+    NUMA domains, an oversubscribed rack), whose ranks divide its bandwidth and reach it by their own link of
+    the level below.
+    """
+
+    error: ClassVar[type[ShardwrightError]] = ClusterError
+    noun: ClassVar[str] = "level"
+
+    name: str
+    ranks: PositiveInt
+    link: Link
+    shared: bool = False
 
 
 class Device(Description):
@@ -48,12 +82,32 @@ class Device(Description):
     fp32: FlopsPerSecond = Field(gt=0)
     fp64: FlopsPerSecond = Field(gt=0)
     matmul_efficiency: float = Field(gt=0, le=1, description="share of the peak of large products")
-    attention_efficiency: float = Field(gt=0, le=1)
+    fp8_factor: float = Field(
+        default=0.89, gt=0, le=1, description="matmul_efficiency in fp8 over that in bf16"
+    )
+    sms: NonNegativeInt = Field(
+        default=0, description="multiprocessors that share out a product's tiles; 0: it runs at one rate"
+    )
+    gemm_fill: NonNegativeInt = Field(
+        default=128, description="steps of the inner dimension that filling a tile's pipeline costs"
+    )
+    attention_efficiency: float = Field(gt=0, le=1, description="of a causal sequence of 8192")
     memory_efficiency: float = Field(gt=0, le=1)
     launch: Seconds = Field(default=5e-6, ge=0, description="of one kernel, where it does not hide")
     context: Bytes = Field(ge=0, description="held by driver, kernels and libraries in every process")
     communicator: Bytes = Field(ge=0, description="buffers of one communicator")
     allocator_margin: float = Field(ge=0, lt=1, description="share of allocated lost to fragmentation")
+    host_bandwidth: Bandwidth = Field(
+        default=25e9,
+        gt=0,
+        description="to host memory, one direction; 25 GB/s: PCIe 4, as measured by copies",
+    )
+    host_memory: Bytes = Field(
+        default=128 * 10**9, ge=0, description="of the host, a device's share; 1 TB for 8: an assumption"
+    )
+    host_memory_bandwidth: Bandwidth = Field(
+        default=20e9, gt=0, description="of host memory, a device's share; an assumption"
+    )
     overlap: float = Field(
         default=1.0, ge=0, le=1, description="share of communication that may run beside computation"
     )
@@ -70,7 +124,11 @@ class Device(Description):
 
 
 class Cluster(Description):
-    """``ranks`` devices of one kind, ``gpus_per_node`` in each fast-link domain."""
+    """``ranks`` devices of one kind, ``gpus_per_node`` in each node, joined by levels of links.
+
+    ``levels`` is given, innermost first, where links are other than the device's own: NVLink pairs on a PCIe
+    switch, racks with few uplinks. Without it there are nodes and a network: ``domains`` says what holds.
+    """
 
     error: ClassVar[type[ShardwrightError]] = ClusterError
     noun: ClassVar[str] = "cluster"
@@ -78,18 +136,58 @@ class Cluster(Description):
     ranks: PositiveInt
     gpus_per_node: PositiveInt
     device: Device
+    levels: tuple[Level, ...] = Field(default=(), description="of links, if not the device's own")
     price_per_device_hour: NonNegativeFloat = 0.0
     assumed: tuple[str, ...] = Field(default=(), description="what was not given, and the value taken")
 
+    @model_validator(mode="after")
+    def _levels_nest(self) -> Self:
+        found = list(self._level_faults()) if self.levels else []
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    def _level_faults(self) -> Iterator[str]:
+        names, sizes = [level.name for level in self.levels], [level.ranks for level in self.levels]
+        if len(set(names)) < len(names):
+            yield f"levels are named {names}: give each a name of its own"
+        for inner, outer in pairwise(self.levels):
+            if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
+                yield (
+                    f"level {outer.name!r} of {outer.ranks} ranks is not made of whole domains of "
+                    f"{inner.name!r} of {inner.ranks}: list levels from the innermost, each a multiple of "
+                    "the one before"
+                )
+        if sizes[-1] < self.ranks:
+            yield (
+                f"level {names[-1]!r} joins {sizes[-1]} ranks, the cluster has {self.ranks}: add a level of "
+                f"at least {self.ranks}"
+            )
+        if self.gpus_per_node not in sizes:
+            yield f"gpus_per_node={self.gpus_per_node} is the size of no level: use one of {sizes}"
+
+    @property
+    def domains(self) -> tuple[Level, ...]:
+        """Levels of links, innermost first: those given, or nodes and the network between them."""
+        if self.levels:
+            return self.levels
+        node = Level(name="node", ranks=self.gpus_per_node, link=self.device.intra_link)
+        if self.nodes == 1:
+            return (node,)
+        ranks = self.nodes * self.gpus_per_node
+        return node, Level(name="network", ranks=ranks, link=self.device.inter_link)
+
     @property
     def intra_link(self) -> Link:
-        """Link between ranks of one node."""
-        return self.device.intra_link
+        """Link between ranks of one node, of its outermost level."""
+        links = [level.link for level in self.levels if level.ranks == self.gpus_per_node]
+        return links[0] if links else self.device.intra_link
 
     @property
     def inter_link(self) -> Link:
-        """Link between nodes, for each rank."""
-        return self.device.inter_link
+        """Link between nodes, for each rank, of the innermost level."""
+        links = [level.link for level in self.levels if level.ranks > self.gpus_per_node]
+        return links[0] if links else self.device.inter_link
 
     @property
     def nodes(self) -> int:

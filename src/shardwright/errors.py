@@ -15,6 +15,9 @@
 A message names the subject with its value, the rule with its value, and the way out.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class ShardwrightError(Exception):
     """Base of all errors raised on purpose; ``str()`` of one is fit for a user."""
@@ -60,7 +63,11 @@ class AnswerIsNo(ShardwrightError):  # noqa: N818  (an answer, not a fault of th
 
 
 class NothingFitsError(AnswerIsNo):
-    """No layout fits the devices or reaches the global batch."""
+    """No layout fits the devices or reaches the global batch; ``document`` may say by how much."""
+
+    def __init__(self, message: str, document: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.document = dict(document or {})
 
 
 class RunFailedError(AnswerIsNo):

@@ -1,6 +1,6 @@
 """Job: what is trained, in numbers that no layout may change."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -13,6 +13,13 @@ Accounting = Literal["fsdp2", "zero", "megatron", "pure_bf16"]
 
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 """Kinds of matrices that may have adapters; a fused matrix has those of its parts as one."""
+
+
+class Adapters(NamedTuple):
+    """LoRA: two matrices of ``rank`` beside every matrix of the kinds in ``targets``, none for rank 0."""
+
+    rank: int = 0
+    targets: tuple[str, ...] = ()
 
 
 class Job(Description):
@@ -84,6 +91,11 @@ class Job(Description):
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    @property
+    def adapters(self) -> Adapters:
+        """What is trained beside a frozen model."""
+        return Adapters(self.lora_rank, self.lora_targets)
 
     @property
     def tokens_per_step(self) -> int:

@@ -36,6 +36,11 @@ CONTEXT_KINDS: tuple[ContextKind, ...] = get_args(ContextKind)
 """How attention sees the keys of other context ranks: passed round, gathered, or traded for heads."""
 
 
+Dispatch = Literal["all_to_all", "by_node"]
+DISPATCH_KINDS: tuple[Dispatch, ...] = get_args(Dispatch)
+"""How tokens reach their experts: each copy by itself, or one copy to a node that holds several of a token's
+experts, passed on inside it (DeepEP, deepseek-ai/DeepEP README)."""
+
 Offload = Literal["none", "optimizer", "activations", "optimizer+activations"]
 OFFLOAD_KINDS: tuple[Offload, ...] = get_args(Offload)
 """What rests in host memory and is copied over PCIe when it is needed."""
@@ -62,6 +67,7 @@ class Layout(Description):
     tp: PositiveInt = 1
     ep: PositiveInt = Field(default=1, description="ranks that share out the routed experts")
     etp: PositiveInt = Field(default=1, description="ranks that split the matrices of an expert: 1 or tp")
+    dispatch: Dispatch = "all_to_all"
     order: tuple[str, ...] = Field(default=MESH_ORDER, description="of the mesh, outermost first")
     sp: bool = Field(default=False, description="norms and residuals split by sequence over tp")
     cp_kind: ContextKind = "none"
@@ -132,6 +138,13 @@ class Layout(Description):
     def _expert_faults(self) -> Iterator[str]:
         if self.etp not in (1, self.tp):
             yield f"etp={self.etp} does not go with tp={self.tp}: use 1 or {self.tp}"
+        if self.dispatch != "all_to_all" and self.ep == 1:
+            yield f"dispatch={self.dispatch!r} does not go with ep=1: use 'all_to_all'"
+        if self.ep > 1 and self.tp > 1 and not self.sp:
+            yield (
+                f"ep={self.ep} with tp={self.tp} needs sp: without it every rank of tp dispatches the "
+                "same tokens"
+            )
         if self.shard * self.tp % (self.ep * self.etp):
             yield (
                 f"ep={self.ep} x etp={self.etp} does not divide dp_shard={self.dp_shard} x cp={self.cp} x "
@@ -163,6 +176,8 @@ class Layout(Description):
         """Short name for tables: ``pp=4 dp_shard=8 tp=8 sp 1F1B zero=1 b=1 m=16``."""
         parts = [f"{axis}={getattr(self, axis)}" for axis in MESH_ORDER if getattr(self, axis) > 1]
         parts += [f"{axis}={getattr(self, axis)}" for axis in EXPERT_AXES if getattr(self, axis) > 1]
+        if self.dispatch != "all_to_all":
+            parts.append(f"dispatch={self.dispatch}")
         if self.order != MESH_ORDER:
             parts.append("order=" + "/".join(self.order))
         if self.sp:
@@ -261,9 +276,32 @@ def model_faults(layout: Layout, model: ModelSpec, job: Job) -> list[Fault]:
             layout.pp == 1 or sum(layout.stage_layers) == model.layers,
             f"stage_layers add up to {sum(layout.stage_layers)}, the model has layers={model.layers}",
         ),
+        "tied_pipeline": (
+            layout.pp == 1 or not model.tied_embeddings,
+            f"pp={layout.pp} would put the tied embedding of model {model.name} on two stages, which is not "
+            "modelled: use pp=1",
+        ),
+    }
+    rules |= _expert_rules(layout, model)
+    return [Fault(code, message) for code, (kept, message) in rules.items() if not kept]
+
+
+def _expert_rules(layout: Layout, model: ModelSpec) -> dict[str, tuple[bool, str]]:
+    """What ep and etp ask of the model's experts: whether it is kept, and the sentence."""
+    return {
         "experts": (
             layout.ep == 1 or (model.moe is not None and model.moe.experts % layout.ep == 0),
             f"ep={layout.ep} does not divide experts={model.moe.experts if model.moe else 0} (model "
+            f"{model.name})",
+        ),
+        "experts_over_tp": (
+            model.moe is None or layout.etp == layout.tp or layout.ep % layout.tp == 0,
+            f"tp={layout.tp} splits no expert at etp={layout.etp} and shares none out at ep={layout.ep}: use "
+            f"etp={layout.tp}, or an ep that is a multiple of {layout.tp}",
+        ),
+        "tp_shared_experts": (
+            model.moe is None or model.moe.shared_ffn % layout.tp == 0,
+            f"tp={layout.tp} does not divide shared_ffn={model.moe.shared_ffn if model.moe else 0} (model "
             f"{model.name})",
         ),
         "etp_ffn": (
@@ -271,13 +309,7 @@ def model_faults(layout: Layout, model: ModelSpec, job: Job) -> list[Fault]:
             f"etp={layout.etp} does not divide the experts' ffn={model.moe.ffn if model.moe else 0} (model "
             f"{model.name})",
         ),
-        "tied_pipeline": (
-            layout.pp == 1 or not model.tied_embeddings,
-            f"pp={layout.pp} would put the tied embedding of model {model.name} on two stages, which is not "
-            "modelled: use pp=1",
-        ),
     }
-    return [Fault(code, message) for code, (kept, message) in rules.items() if not kept]
 
 
 def ulysses_degrees(model: ModelSpec, tp: int = 1) -> list[int]:

@@ -19,9 +19,7 @@ ModelType = Literal[
 ]  # fmt: skip
 
 BUILT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that the runtime builds and whose memory and time the planner models; of the others it knows the
-parameters.
-"""
+"""Families that the runtime builds; the planner models all."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -165,6 +163,14 @@ class ModelSpec(Description):
         if faults:
             raise ValueError("; ".join(faults))
         return self
+
+    @property
+    def block_kinds(self) -> tuple[Literal["dense", "experts"], ...]:
+        """Kinds of blocks it has, by their feed-forward networks."""
+        covered = {self.moe is not None and self.moe.covers(layer) for layer in range(self.layers)}
+        if len(covered) == 2:
+            return ("dense", "experts")
+        return ("experts",) if True in covered else ("dense",)
 
     def _head_faults(self) -> Iterator[str]:
         if self.heads % self.kv_heads:

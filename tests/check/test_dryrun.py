@@ -21,9 +21,10 @@ from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan import holdings, memory, moments, traffic
 from shardwright.plan.activations import block_activations
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, ParameterTable, parameter_table
-from shardwright.plan.shards import UnitElements, unit_elements
+from shardwright.plan.params import EMBEDDING, HEAD
+from shardwright.plan.shards import UnitElements, weighted_elements
 from shardwright.plan.table import table_of
+from shardwright.plan.traffic import unit_copies
 from shardwright.run import dp, step
 from shardwright.units import GiB, KiB
 
@@ -209,28 +210,22 @@ def none_of(kind):
     """Elements of units, those of one kind left out."""
 
     def elements(*args):
-        found = dict(unit_elements(*args))
-        nothing = found[kind].whole * 0
-        return found | {kind: UnitElements(nothing, nothing, nothing, 0.0)}
+        found = weighted_elements(*args)
+        nothing = found[0][kind].whole * 0
+        return [{**each, kind: UnitElements(nothing, nothing, nothing, 0.0)} for each in found]
 
     return elements
 
 
-def without(kind):
-    """Parameter tables that have forgotten a unit."""
-
-    def table(model):
-        whole = parameter_table(model)
-        return ParameterTable(tuple(unit for unit in whole.units if unit.kind != kind), whole.layers)
-
-    return table
+def sent_without(kind):
+    """The same for one weight."""
+    return lambda model, table, weight, adapters: none_of(kind)(model, table, [weight], adapters)[0]
 
 
-def head_as_block(model):
-    """Parameter tables whose head is gathered as a block is."""
-    whole = parameter_table(model)
-    units = [dataclasses.replace(u, kind=BLOCK) if u.kind == HEAD else u for u in whole.units]
-    return ParameterTable(tuple(units), whole.layers)
+def head_twice(model, table):
+    """Copies of units, those of the head counted twice."""
+    copies = unit_copies(model, table)
+    return copies | {HEAD: 2 * copies[HEAD]}
 
 
 def saved_twice(name):
@@ -253,9 +248,9 @@ NARROW = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 BROKEN_LEDGERS = {
     "tensor saved twice": (Plan(m=1), holdings, "block_activations", saved_twice("input"), {"peak"}),
-    "embedding has no state": (Plan(m=1), memory, "unit_elements", none_of(EMBEDDING), STATE | {"peak"}),
-    "embedding is not sent": (Plan(m=1), traffic, "parameter_table", without(EMBEDDING), {GATHER, REDUCE}),
-    "head gathered twice": (Plan(m=1), traffic, "parameter_table", head_as_block, {GATHER}),
+    "embedding has no state": (Plan(m=1), memory, "weighted_elements", none_of(EMBEDDING), STATE | {"peak"}),
+    "embedding is not sent": (Plan(m=1), traffic, "unit_elements", sent_without(EMBEDDING), {GATHER, REDUCE}),
+    "head gathered twice": (Plan(m=1), traffic, "unit_copies", head_twice, {GATHER}),
     "replicas not summed": (
         Plan(replicate=2, shard=2, m=1), traffic, "WIDE_BYTES", dict.fromkeys(NARROW, 0),
         {REDUCE, "dp_replicate all_reduce"},

@@ -79,7 +79,7 @@ def test_a_model_that_does_not_exist(run, tmp_path):
                     ("--steps", 0),
                     ("--learning-rate", -1),
                     ("--top", 0),
-                    ("--precision", "fp8"),
+                    ("--precision", "fp7"),
                 ),
                 *(("--optimizer", "lion"), ("--seed", -1), ("--tp", 0), ("--pp", -1), ("--cp", "x")),
                 ("--chunks", 0),
@@ -160,6 +160,9 @@ def test_measuring_is_for_this_machine(run):
 )
 def test_no_as_an_answer_is_status_1(run, tmp_path, options, parts):
     outcome = run("plan", "llama-3.1-8b", "--seq=32", *H100, "-o", "p.toml", "--json", *options)
+    assert (outcome.document["best"], outcome.document["feasible"]) == ([], 0)
+    assert outcome.err == f"shardwright: {outcome.document['nothing_fits']}\n"
+    outcome.out = ""
     refused(outcome, "shardwright: no layout works, of ", *parts, status=1)
     assert not list(tmp_path.iterdir())
 

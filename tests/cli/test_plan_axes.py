@@ -82,7 +82,7 @@ def test_why(run, tmp_path):
     why = outcome.document["why_layout"]
     assert {
         *("asked", "label", "completed", "faults", "layout", "runnable", "not_runnable_reasons"),
-        *("memory", "step", "fits_with", "verdict"),
+        *("memory", "step", "fits_with", "verdict", "batch"),
     } == why.keys()
     assert {"total", "limit", "left", "stage"} <= why["memory"].keys()
     assert {"time", "best_time", "best_label", "ratio", "parts"} == why["step"].keys()

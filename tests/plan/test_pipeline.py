@@ -8,12 +8,20 @@ from shardwright.errors import LayoutError
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.plan.pipeline import pipeline_timeline, simulated_bubble
+from shardwright.plan.pipeline import (
+    pipeline_timeline,
+    simulated_bubble,
+    simulated_bubbles,
+    simulated_times,
+)
 from shardwright.plan.schedule import SCHEDULES
+from shardwright.plan.splits import stage_layers
 from shardwright.plan.step import step_time
-from shardwright.plan.table import stage_layers, table_of
+from shardwright.plan.table import table_of
 
-CLUSTER = cluster_of("h100-sxm", 4)
+_FOUR = cluster_of("h100-sxm", 4)
+CLUSTER = _FOUR.model_copy(update={"device": _FOUR.device.model_copy(update={"launch": 0.0})})
+"""Without launches, of which even a small head has some."""
 JOB = Job(seq=4096, global_batch=16)
 
 
@@ -65,7 +73,7 @@ def test_every_rank_does_its_own_stages_work():
     assert busy[3] > 1.2 * busy[1]  # the head
     table = table_of([layout], model.layers)
     step = step_time(model, JOB, CLUSTER, table)
-    inside = step.compute[0] + step.exposed["tp"][0] + step.exposed["cp"][0]
+    inside = np.ravel(step.inside)[0]
     assert busy.max() == pytest.approx(inside)
 
 
@@ -73,6 +81,37 @@ def test_lighter_ends_take_the_heads_share():
     model = model_of(vocab=128_000)
     even, light = (pipeline_timeline(model, JOB, CLUSTER, layout_of("1F1B", ends)) for ends in (0, 1))
     assert float(light.makespan) < float(even.makespan)
+
+
+def test_many_at_once_are_each_alone():
+    """Of every schedule, some twice with other ends, and one without a pipeline between them."""
+    model = model_of(vocab=128_000)
+    layouts = [layout_of(name, ends) for name in SCHEDULES for ends in (0, 1) if layout_of(name).chunks == 1]
+    layouts += [layout_of(name) for name in SCHEDULES]
+    layouts.insert(3, Layout(microbatches=16))
+    found = simulated_bubbles(model, JOB, CLUSTER, layouts)
+    for layout, idle in zip(layouts, found, strict=True):
+        expected = 0.0
+        if layout.pp > 1:
+            line = pipeline_timeline(model, JOB, CLUSTER, layout)
+            expected = float(line.makespan - line.busy.max())
+        assert idle == pytest.approx(expected, rel=1e-9)
+        assert idle == pytest.approx(simulated_bubble(model, JOB, CLUSTER, layout), rel=1e-9)
+    steps = [step_time(model, JOB, CLUSTER, table_of([layout], model.layers)) for layout in layouts]
+    times = [float(step.time[0] - step.bubble[0]) for step in steps] + found
+    np.testing.assert_allclose(simulated_times(model, JOB, CLUSTER, layouts), times)
+    assert simulated_times(model, JOB, CLUSTER, []).tolist() == []
+
+
+def test_any_split_of_the_layers_has_its_own_bubble():
+    """All that the layers allow is priced; a heavier stage makes the others wait: 16 layers once, and
+    15 times its own."""
+    model = model_of(vocab=2)
+    even, uneven = (
+        layout_of("1F1B").model_copy(update={"stage_layers": split}) for split in ((4, 4, 4, 4), (3, 6, 5, 2))
+    )
+    found = simulated_times(model, JOB, CLUSTER, [even, uneven])
+    assert found[1] == pytest.approx(found[0] * (16 + 15 * 6) / (16 + 15 * 4), rel=0.05)
 
 
 def test_no_pipeline_no_bubble():

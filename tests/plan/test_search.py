@@ -1,177 +1,161 @@
 """Search: equal to trying every layout alone; every rejected row has its reason, and a way out."""
 
-import math
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spaces import EXPERTS, MIXED, SPEC, alone, every_layout, rows_of, small_cluster
 
+import shardwright.plan.search as search_module
 from shardwright.cluster import cluster_of
 from shardwright.errors import JobError, NothingFitsError
 from shardwright.job import Job
-from shardwright.layout import (
-    CONTEXT_KINDS,
-    KEPT_BY_SELECTIVE,
-    RECOMPUTE_KINDS,
-    SCHEDULE_NAMES,
-    Layout,
-    faults,
-    model_faults,
-)
-from shardwright.model import ModelSpec, preset
+from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout, faults, model_faults
+from shardwright.model import preset
 from shardwright.plan.explain import predict
 from shardwright.plan.finding import find
-from shardwright.plan.memory import device_memory, memory_ledger
-from shardwright.plan.schedule import why_not
-from shardwright.plan.search import FITS, check_found, runnable_rows, search
+from shardwright.plan.memory import device_memory
+from shardwright.plan.pipeline import simulated_times
+from shardwright.plan.search import check_found, rejection_notes, search
+from shardwright.plan.splits import stage_layers
 from shardwright.plan.step import mfu, step_time
-from shardwright.plan.table import stage_layers, table_of
+from shardwright.plan.table import table_of
+from shardwright.plan.tally import runnable_rows
 from shardwright.units import GiB
 
-SPEC = ModelSpec(
-    name="tiny", model_type="llama", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_size=16, vocab=259
-)
+MiB = 2**20
 
 
-def small_cluster(ranks, memory):
-    cluster = cluster_of("h100-sxm", ranks, 4)
-    device = cluster.device.model_copy(update={"memory": memory, "context": 0, "communicator": 0})
-    return cluster.model_copy(update={"device": device})
+def closed_forms(monkeypatch):
+    """Finalists keep the times that ranked them."""
+
+    def times(model, job, cluster, layouts):
+        return step_time(model, job, cluster, table_of(layouts, model.layers)).time if layouts else []
+
+    monkeypatch.setattr(search_module, "simulated_times", times)
 
 
-def every_mesh(ranks):
-    """Degrees of pp, dp_replicate, dp_shard, cp and tp whose product is ``ranks``."""
-    degrees = range(1, ranks + 1)
-    return [mesh for mesh in product(degrees, repeat=5) if math.prod(mesh) == ranks]
+def assert_ranked(found, limit):
+    """What fits and nothing else; what runs first, each part by time."""
+    assert set(found.best.tolist()) == set(np.flatnonzero(found.device <= limit).tolist())
+    runs = runnable_rows(found.rows(found.best))
+    assert (np.diff(runs.astype(int)) <= 0).all()
+    for part in (found.best[runs], found.best[~runs]):
+        assert (np.diff(found.time[part]) >= 0).all()
 
 
-def every_pipeline(pp, layers, microbatches):
-    """Schedule, chunks and layers of stages of every order there is."""
-    if pp == 1:
-        return {("none", 1, ())}
-    found = set()
-    for name in SCHEDULE_NAMES[1:]:
-        for chunks in range(1, layers // pp + 1):
-            loops = chunks > 1 or name not in ("LoopedBFS", "Interleaved1F1B")  # of one chunk are others
-            if name != "DualPipe" and loops and why_not(name, pp, chunks, microbatches) is None:
-                stages = pp * chunks
-                found.add((name, chunks, stage_layers(layers, stages)))
-                if layers // stages > 1:
-                    found.add((name, chunks, stage_layers(layers, stages, 1)))
-    return found
-
-
-def every_layout(model, job, cluster):
-    """All layouts that keep the rules, by trying every number in every field."""
-    found = []
-    for pp, replicate, shard, cp, tp in every_mesh(cluster.ranks):
-        for micro_batch, m in product(range(1, job.global_batch + 1), repeat=2):
-            if replicate * shard * micro_batch * m != job.global_batch or (pp > 1 and model.tied_embeddings):
-                continue
-            for sp, cp_kind, zero, recompute, pipeline in product(
-                {False, tp > 1}, CONTEXT_KINDS[1:] if cp > 1 else ["none"],
-                [0] if shard * cp == 1 else [1, 2, 3] if pp == 1 else [1], RECOMPUTE_KINDS,
-                every_pipeline(pp, model.layers, m),
-            ):  # fmt: skip
-                layout = Layout(
-                    pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, sp=sp, cp_kind=cp_kind,
-                    schedule=pipeline[0], chunks=pipeline[1], stage_layers=pipeline[2], zero_stage=zero,
-                    micro_batch=micro_batch, microbatches=m, recompute=recompute,
-                    kept=KEPT_BY_SELECTIVE if recompute == "selective" else (),
-                )  # fmt: skip
-                if not faults(layout, job, cluster) + model_faults(layout, model, job):
-                    found.append(layout)
-    return found
-
-
-def alone(model, job, cluster, layout):
-    """Memory of the heaviest rank and time of a step, computed for one layout by itself."""
-    row = table_of([layout], model.layers)
-    ledger = memory_ledger(model, job, cluster.device, row)
-    return float(ledger.device[0]), float(step_time(model, job, cluster, row).time[0])
-
-
-def assert_search_finds(found, fitting):
-    """The same layouts at the same times: what runs first, each part by time."""
-    ranked = [found.layout(row) for row in found.best.tolist()]
-    assert len(ranked) == len(set(ranked))
-    assert set(ranked) == set(fitting)
-    times = [fitting[layout] for layout in ranked]
-    runs = [layout.pp == layout.cp == layout.tp == 1 for layout in ranked]
-    first = sum(runs)
-    assert runs == sorted(runs, reverse=True)
-    assert times == sorted(times[:first]) + sorted(times[first:])
-
-
-@settings(deadline=None, max_examples=4)
-@given(
-    ranks=st.sampled_from([1, 2, 3]),
-    share=st.integers(1, 2),
-    extra=st.sampled_from([0, 0, 0, 1]),
-    memory=st.integers(1 * 2**20, 12 * 2**20),
-)
-def test_search_is_trying_every_layout_alone(ranks, share, extra, memory):
-    job, cluster = Job(seq=64, global_batch=ranks * share + extra), small_cluster(ranks, memory)
-    tried = {layout: alone(SPEC, job, cluster, layout) for layout in every_layout(SPEC, job, cluster)}
-    fitting = {layout: time for layout, (device, time) in tried.items() if device <= memory}
-    assert_search_finds(search(SPEC, job, cluster), fitting)
+def assert_counted(found):
+    """Every layout fits, is pruned or rejected for one reason; what cannot fit need not be evaluated."""
+    assert found.considered == found.feasible + found.pruned + sum(found.rejected.values())
+    assert found.feasible <= found.evaluated <= found.feasible + found.rejected.get("out_of_memory", 0)
+    assert 0 <= found.feasible_runnable <= found.feasible
+    assert found.pruned >= 0
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch", "changes"),
-    [(4, 8, {"layers": 5}), (8, 4, {}), (6, 6, {"layers": 3}), (4, 4, {"tied_embeddings": True}),
-     (4, 6, {"layers": 4, "kv_heads": 1})],
+    ("ranks", "batch", "model"),
+    [(1, 2, SPEC), (2, 2, MIXED), (3, 3, SPEC), (4, 4, EXPERTS),
+     (4, 6, SPEC.model_copy(update={"layers": 5})),
+     (6, 6, SPEC.model_copy(update={"layers": 3})), (4, 4, SPEC.model_copy(update={"tied_embeddings": True})),
+     (4, 6, SPEC.model_copy(update={"layers": 4, "kv_heads": 1}))],
 )  # fmt: skip
-def test_search_over_several_axes_is_trying_every_layout_alone(ranks, batch, changes):
-    """Uneven stages, interleaving, more tp than key/value heads, context over two nodes, tied embeddings; of
-    the many layouts some dozens are computed alone."""
-    model = SPEC.model_copy(update=changes)
-    job, cluster = Job(seq=64, global_batch=batch), small_cluster(ranks, 6 * 2**20)
-    found, every = search(model, job, cluster), every_layout(model, job, cluster)
-    tried = {found.layout(row): row for row in range(len(found.rows))}
-    assert len(tried) == len(found.rows)
-    assert set(tried) == set(every)
-    for layout in every[:: len(every) // 40 + 1]:
-        row = tried[layout]
-        assert alone(model, job, cluster, layout) == (found.device[row], found.time[row])
-    fits = {layout: float(found.time[row]) for layout, row in tried.items() if found.device[row] <= 6 * 2**20}
-    assert_search_finds(found, fits)
+def test_search_is_trying_every_layout_alone(ranks, batch, model):
+    """Uneven stages, interleaving, more tp than key/value heads, context over two nodes, tied embeddings,
+    experts in all or some layers; of the many layouts some dozens are computed alone."""
+    job, cluster = Job(seq=64, global_batch=batch), small_cluster(ranks, 6 * MiB)
+    found = search(model, job, cluster, exhaustive=True)
+    rows = rows_of(found.table)
+    assert len(set(rows)) == len(rows) == found.evaluated
+    assert set(rows) == set(every_layout(model, job, cluster))
+    for row in range(len(rows) // 50, len(rows), len(rows) // 25 + 1):
+        expected = alone(model, job, cluster, found.rows([row]))
+        assert (found.device[row], found.time[row]) == pytest.approx(expected, rel=1e-9)
+    assert found.feasible == (found.device <= 6 * MiB).sum()
+    assert found.feasible_runnable == runnable_rows(found.rows(found.best)).sum()
+    assert_ranked(found, 6 * MiB)
+    assert_counted(found)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=8)
+@given(
+    model=st.sampled_from([SPEC, EXPERTS, MIXED, SPEC.model_copy(update={"layers": 5})]),
+    shape=st.sampled_from([(1, 4), (2, 2), (4, 4), (6, 6), (8, 4)]),
+    memory=st.integers(MiB, 12 * MiB),
+    precision=st.sampled_from(["bf16", "fp8", "fp32"]),
+)
+def test_pruning_loses_nothing_that_is_best(model, shape, memory, precision):
+    """Before finalists are simulated: the step of the best that runs and of the best of all, and the nearest
+    and the farthest miss unless they were too slow to be looked at."""
+    ranks, batch = shape
+    job, cluster = Job(seq=64, global_batch=batch, precision=precision), small_cluster(ranks, memory)
+    every = search(model, job, cluster, exhaustive=True)
+    with pytest.MonkeyPatch.context() as patch:
+        closed_forms(patch)
+        found = search(model, job, cluster)
+    assert found.considered == every.considered
+    assert every.evaluated == every.feasible + every.rejected.get("out_of_memory", 0) >= found.evaluated
+    assert (len(found.best) == 0) == (len(every.best) == 0)
+    every_row = dict(zip(rows_of(every.table), zip(every.device, every.time, strict=True), strict=True))
+    for row, device, time in zip(rows_of(found.table), found.device, found.time, strict=True):
+        assert (device, time) == pytest.approx(every_row[row], rel=1e-9)
+    for runs in (True, False):
+        best = [
+            result.time[result.best[runnable_rows(result.rows(result.best)) >= runs]].min(initial=np.inf)
+            for result in (found, every)
+        ]
+        assert best[0] == pytest.approx(best[1], rel=1e-9)
+    assert_ranked(found, memory)
+    assert_counted(found)
+
+
+def test_finalists_have_the_times_of_their_simulation():
+    """Pipelines alone; what ranks below them keeps the closed form."""
+    job, cluster = Job(seq=64, global_batch=8), small_cluster(4, 6 * MiB)
+    model = SPEC.model_copy(update={"layers": 5})
+    found = search(model, job, cluster)
+    closed = step_time(model, job, cluster, found.table).time
+    moved = ~np.isclose(found.time, closed, rtol=1e-9)
+    assert moved.any()
+    assert (np.broadcast_to(found.table.pp, found.time.shape)[moved] > 1).all()
+    assert moved.sum() <= 2 * search_module.FINALISTS
+    some = np.flatnonzero(moved)[:5].tolist()
+    simulated = simulated_times(model, job, cluster, [found.layout(row) for row in some])
+    assert found.time[some] == pytest.approx(simulated, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=10)
 @given(
     ranks=st.integers(1, 24),
     batch=st.integers(1, 48),
-    memory=st.integers(2**20, 16 * 2**20),
+    memory=st.integers(MiB, 16 * MiB),
     shard=st.none() | st.integers(1, 8),
     recompute=st.none() | st.integers(0, 2),
+    offload=st.none() | st.integers(0, 3),
 )
-def test_every_row_is_feasible_or_has_one_reason(ranks, batch, memory, shard, recompute):
+def test_what_is_asked_for_is_kept_and_every_layout_counted(ranks, batch, memory, shard, recompute, offload):
     job, cluster = Job(seq=64, global_batch=batch), small_cluster(ranks, memory)
-    fixed = {"dp_shard": shard, "recompute": recompute}
-    found = search(
-        SPEC, job, cluster, {column: [value] for column, value in fixed.items() if value is not None}
-    )
-    rejected = found.rejected
-    assert found.table.rows == len(found.reason) == len(found.best) + sum(rejected.values())
-    assert len(found.rows) == len(found.best) + rejected.get("out_of_memory", 0)
-    assert set(found.notes) == set(rejected)
-    assert (found.reason[found.rows[found.best]] == FITS).all()
-    assert (
-        len({tuple(int(c[row]) for c in found.table) for row in range(found.table.rows)}) == found.table.rows
-    )
-    for row in found.best.tolist():
+    asked = {"dp_shard": shard, "recompute": recompute, "offload": offload}
+    fixed = {column: [value] for column, value in asked.items() if value is not None}
+    found = search(SPEC, job, cluster, fixed)
+    assert_counted(found)
+    assert_ranked(found, memory)
+    assert set(rejection_notes(SPEC, job, cluster, found)) == set(found.rejected)
+    for column, allowed in fixed.items():
+        assert np.isin(getattr(found.table, column), allowed).all()
+    for row in found.best[:: len(found.best) // 40 + 1].tolist():
         layout = found.layout(row)
         assert not faults(layout, job, cluster) + model_faults(layout, SPEC, job)
-        assert shard in (None, layout.dp_shard)
-        assert recompute in (None, RECOMPUTE_KINDS.index(layout.recompute))
-    runs = runnable_rows(found.evaluated(found.best))
-    assert (np.diff(runs.astype(int)) <= 0).all()  # what runs first
-    for part in (found.best[runs], found.best[~runs]):
-        assert (np.diff(found.time[part]) >= 0).all()
-    assert (found.device[found.best] <= memory).all()
+
+
+def test_fixing_a_column_finds_what_the_whole_search_has_there():
+    job, cluster = Job(seq=64, global_batch=4), small_cluster(4, 6 * MiB)
+    every = search(EXPERTS, job, cluster, exhaustive=True)
+    for column in ("tp", "ep", "order", "schedule", "microbatches", "offload"):
+        for value in np.unique(getattr(every.table, column)).tolist():
+            part = search(EXPERTS, job, cluster, {column: [value]}, exhaustive=True)
+            there = {row for row in rows_of(every.table) if row[every.table._fields.index(column)] == value}
+            assert set(rows_of(part.table)) == there
+            assert part.considered == every.considered
 
 
 WHOLE = SPEC.model_copy(update={"heads": 1, "kv_heads": 1, "head_size": 64, "layers": 1})
@@ -182,7 +166,7 @@ def reason_of(job, cluster, model=SPEC, **fixed):
     """What check_found says of a search without result."""
     found = search(model, job, cluster, {column: [value] for column, value in fixed.items()})
     with pytest.raises(NothingFitsError) as raised:
-        check_found(found)
+        check_found(model, job, cluster, found)
     assert raised.value.exit_status == 1
     return str(raised.value)
 
@@ -191,7 +175,7 @@ def test_fewer_samples_than_ranks():
     message = reason_of(Job(seq=61, global_batch=6), cluster_of("h100-sxm", 8), model=WHOLE)
     assert message == (
         "no layout works, of 4 considered: fewer_samples_than_ranks (4): data ranks, each with a "
-        "sequence of its own, outnumber global_batch=6; meshes of 8 ranks have 8 and more of them: "
+        "sequence of its own, outnumber global_batch=6; of 8 ranks at least 8 hold data: "
         "use at most 6 data ranks or a larger global batch"
     )
 
@@ -207,7 +191,7 @@ def test_a_global_batch_that_the_ranks_do_not_divide_names_the_nearest(batch, ne
 
 def test_a_wish_that_no_row_has_lists_what_there_is():
     job, cluster = Job(seq=61, global_batch=16), cluster_of("h100-sxm", 8)
-    assert "constraint (60): no row has dp_shard=3: use 1 or 2 or 4 or 8" in reason_of(
+    assert "constraint (480): no row has dp_shard=3: use 1 or 2 or 4 or 8" in reason_of(
         job, cluster, WHOLE, dp_shard=3
     )
     assert "no row has micro_batch=4: use 1 or 2" in reason_of(job, cluster, WHOLE, micro_batch=4)
@@ -223,26 +207,38 @@ def test_a_wish_is_said_as_the_reason():
     assert found.notes == {"constraint": "recompute=full was asked for"}
 
 
-def test_out_of_memory_names_the_nearest_miss():
-    model, job = preset("llama-2-70b"), Job(seq=4096, global_batch=8)
-    message = reason_of_model(model, job, cluster_of("h100-sxm", 8))
+ON_THE_DEVICE = {"offload": [0]}
+
+
+def test_out_of_memory_names_the_nearest_miss_and_the_document_the_farthest():
+    model, job, cluster = preset("llama-2-70b"), Job(seq=4096, global_batch=8), cluster_of("h100-sxm", 8)
+    with pytest.raises(NothingFitsError) as raised:
+        find(model, job, cluster, {"offload": 0})
+    message, document = str(raised.value), raised.value.document
     assert "out_of_memory (" in message
-    assert "more than 79.10 GiB a device; nearest [tp=8 sp zero=0 b=8 m=1 recompute=full] needs " in message
+    assert f"more than 79.10 GiB a device; nearest [{document['nearest']['label']}] needs " in message
     assert "too much, " in message
     assert " of it optimizer" in message
-
-
-def reason_of_model(model, job, cluster):
-    with pytest.raises(NothingFitsError) as raised:
-        find(model, job, cluster, {})
-    return str(raised.value)
+    assert "; farthest [" not in message
+    assert (
+        "; farthest [dp_replicate=8 zero=0 b=1 m=1 recompute=full] needs "
+        in document["rejected_notes"]["out_of_memory"]
+    )
 
 
 def test_the_nearest_miss_is_the_smallest():
     model, job, cluster = preset("llama-2-70b"), Job(seq=4096, global_batch=8), cluster_of("h100-sxm", 8)
-    found = search(model, job, cluster)
-    smallest = found.layout(int(np.argmin(found.device)))
-    assert f"nearest [{smallest.label}]" in found.notes["out_of_memory"]
+    found = search(model, job, cluster, ON_THE_DEVICE, exhaustive=True)
+    note = rejection_notes(model, job, cluster, found)["out_of_memory"]
+    nearest, farthest = (found.layout(int(row)) for row in (found.device.argmin(), found.device.argmax()))
+    assert f"nearest [{nearest.label}]" in note
+    assert f"farthest [{farthest.label}]" in note
+
+
+def test_what_fits_in_no_other_way_rests_on_the_host():
+    """A 70B on 8 devices of 80 GB: 16 bytes a parameter are 140 GB a device, without optimizer state 70."""
+    model, job, cluster = preset("llama-2-70b"), Job(seq=4096, global_batch=8), cluster_of("h100-sxm", 8)
+    assert "optimizer" in find(model, job, cluster, {}).best.layout.offload
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-14b"])
@@ -269,7 +265,7 @@ def test_max_memory_is_kept(limit):
 def test_less_memory_is_never_faster():
     model, job, cluster = preset("llama-3.1-8b"), Job(seq=4096, global_batch=64), cluster_of("h100-sxm", 8)
     times = [
-        find(model, job, cluster, {}, f"{limit} GiB").best.prediction.step_time for limit in (79, 60, 40, 30)
+        find(model, job, cluster, {}, f"{limit} GiB").best.prediction.step_time for limit in (79, 50, 30)
     ]
     assert times == sorted(times)
 
@@ -285,8 +281,11 @@ def test_the_document_agrees_with_the_plan_and_with_itself():
     found = find(model, job, cluster, {}, top=3)
     document, best = found.document, found.best
     assert len(document["best"]) == 3
-    assert document["considered"] == document["feasible"] + sum(document["rejected"].values())
-    assert document["evaluated"] == document["feasible"] + document["rejected"]["out_of_memory"]
+    assert document["considered"] == (
+        document["feasible"] + document["pruned"] + sum(document["rejected"].values())
+    )
+    at_most = document["feasible"] + document["rejected"]["out_of_memory"]
+    assert document["feasible"] <= document["evaluated"] <= at_most
     first = document["best"][0]
     assert Layout.checked(first["layout"]) == best.layout
     assert first["step_time"] == pytest.approx(best.prediction.step_time, rel=1e-5)
@@ -304,22 +303,13 @@ def test_what_does_not_run_is_planned_and_says_why():
     assert "optimizer='muon' is only modelled" in document["not_runnable_reasons"][0]
 
 
-def test_time_of_a_large_search(record_property):
-    """Reported, not judged: a shared machine's time is no property of the program."""
-    found = search(preset("llama-3.1-70b"), Job(seq=8192, global_batch=1024), cluster_of("h100-sxm", 64))
-    rate = len(found.rows) / found.search_time
-    record_property("layouts", len(found.rows))
-    print(f"{len(found.rows)} layouts in {found.search_time * 1e3:.1f} ms, {rate:,.0f}/s")
-    assert math.isfinite(rate)
-
-
 # Classic answers
 
 
 def by_time(found):
     """Fitting rows, fastest first, whether they run or are only modelled; and their table."""
     order = found.best[np.argsort(found.time[found.best], kind="stable")]
-    return order, found.evaluated(order)
+    return order, found.rows(order)
 
 
 @pytest.mark.parametrize(
@@ -328,11 +318,12 @@ def by_time(found):
 )
 def test_tp_never_crosses_a_node_when_another_layout_fits(name, seq, batch, ranks):
     """Also where ranks outnumber sequences: tp 16 over two nodes costs more than other axes do."""
-    found = search(preset(name), Job(seq=seq, global_batch=batch), cluster_of("h100-sxm", ranks))
+    model, job, cluster = preset(name), Job(seq=seq, global_batch=batch), cluster_of("h100-sxm", ranks)
+    found = search(model, job, cluster)
     order, table = by_time(found)
     assert table.tp[0] <= 8
-    crossing = table.tp > 8
-    assert found.time[order[crossing][0]] > 1.1 * found.time[order[0]]
+    crossing = search(model, job, cluster, {"tp": [16, 32, 64]})
+    assert crossing.time[by_time(crossing)[0][0]] > 1.05 * found.time[order[0]]
 
 
 def test_a_sequence_too_long_for_one_rank_is_split_over_cp():
@@ -345,7 +336,7 @@ def test_a_sequence_too_long_for_one_rank_is_split_over_cp():
     near = search(preset("llama-3.1-8b"), Job(seq=524_288, global_batch=8), cluster_of("h100-sxm", 8),
                   {"pp": [1], "cp": [1], "tp": [1], "micro_batch": [1], "recompute": [2]})  # fmt: skip
     assert len(near.best) == 0
-    assert len(near.rows) > 0
+    assert near.rejected["out_of_memory"] > 0
 
 
 @pytest.mark.parametrize(
@@ -376,3 +367,13 @@ def test_the_published_layouts_of_llama_3_405b_fit(seq, batch, cp):
     assert fits.reshape(3, 3).any(axis=1).all()  # each schedule, with some recomputation
     used = mfu(model, job, cluster, step_time(model, job, cluster, table).time)[fits]
     assert 0.2 < used.min() < used.max() < 0.7
+
+
+def test_every_row_shown_has_its_own_memory():
+    """Rows with a pipeline and without stand side by side; the heaviest rank is another in each."""
+    model, job, cluster = preset("qwen3-30b-a3b"), Job(seq=4096, global_batch=64), cluster_of("h100-sxm", 16)
+    rows = find(model, job, cluster, {}, top=40, ranking="time").document["best"]
+    layouts = [Layout(**row["layout"]) for row in rows]
+    assert len({layout.pp > 1 for layout in layouts}) == 2
+    device = device_memory(model, job, cluster.device, table_of(layouts, model.layers))
+    assert [row["memory"]["device"] for row in rows] == pytest.approx(device.tolist(), rel=1e-9)

@@ -1,24 +1,27 @@
 """Time of a step: what must hold for every layout, and that nothing communicated is lost or counted twice."""
 
-from itertools import pairwise
+from collections import defaultdict
+from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from spaces import EXPERTS, MIXED, rows_of
 
 from shardwright.cluster import Link, cluster_of
 from shardwright.job import Job
-from shardwright.layout import RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout
+from shardwright.layout import SCHEDULE_NAMES, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.bubble import RankTimes, is_exact
-from shardwright.plan.compute import block_times, model_flops_per_token
+from shardwright.plan.compute import Work, block_times, model_flops_per_token
 from shardwright.plan.explain import explanation, plan_of
-from shardwright.plan.schedule import SCHEDULES, why_not
+from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.simulate import StageTimes, schedule_graph, simulate
 from shardwright.plan.space import search_space
+from shardwright.plan.splits import stage_layers
 from shardwright.plan.step import mfu, step_time, tokens_per_second_per_device
-from shardwright.plan.table import stage_layers, table_of
+from shardwright.plan.table import table_of
 
 SPEC = ModelSpec(
     name="tiny",
@@ -31,14 +34,15 @@ SPEC = ModelSpec(
     head_size=16,
     vocab=259,
 )
-JOB = Job(seq=64, global_batch=48, precision="fp32")
+JOB = Job(seq=64, global_batch=12, precision="fp32")
 GPUS = cluster_of("h100-sxm", 16)
 
-MODELS = st.builds(
+DENSE_MODELS = st.builds(
     lambda layers, tied: SPEC.model_copy(update={"layers": layers, "tied_embeddings": tied}),
     st.integers(1, 4),
     st.booleans(),
 )
+MODELS = st.one_of(DENSE_MODELS, st.sampled_from([EXPERTS, MIXED]))
 CLUSTERS = st.builds(
     cluster_of,
     st.sampled_from(["cpu", "h100-sxm", "a100-sxm"]),
@@ -47,13 +51,33 @@ CLUSTERS = st.builds(
 )
 
 
-def table_for(model, cluster):
-    return search_space(model, JOB, cluster.ranks).wide()
+@cache
+def flat(model, ranks):
+    return search_space(model, JOB, ranks).flat()
 
 
-def data_axes(table):
-    """Rows that split the data alone."""
-    return (table.pp == 1) & (table.cp == 1) & (table.tp == 1)
+def table_for(model, cluster, *, whole=False):
+    """Layouts of the space; unless ``whole``, those that keep all on the device and the loss in one part, one
+    of several if they are many."""
+    table = flat(model, cluster.ranks)
+    if whole:
+        return table
+    rows = np.flatnonzero((table.offload == 0) & (table.loss_chunks == 1))
+    return table.take(rows[:: len(rows) // 3000 + 1])
+
+
+def beside(table, *names):
+    """For every layout the places of those that differ from it in some columns alone, by their values."""
+    place = [table._fields.index(name) for name in names]
+    found = defaultdict(dict)
+    for number, row in enumerate(rows_of(table)):
+        key = tuple(value for at, value in enumerate(row) if at not in place)
+        found[key][tuple(row[at] for at in place)] = number
+    return list(found.values())
+
+
+def at_whole_table(values, table):
+    return np.broadcast_to(values, table.shape)
 
 
 def with_device(cluster, **changes):
@@ -74,32 +98,39 @@ def layout_of(shard, stage, replicate=1, micro_batch=1, microbatches=1):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=8)
 @given(model=MODELS, cluster=CLUSTERS)
 def test_every_part_is_there_and_none_is_negative(model, cluster):
-    table = table_for(model, cluster)
+    table = table_for(model, cluster, whole=True)
     found = step_time(model, JOB, cluster, table)
-    assert (found.time >= found.compute + found.optimizer).all()
+    assert (found.time >= (found.compute + found.optimizer) * (1 - 1e-12)).all()
     assert (found.compute > 0).all()
-    assert (found.optimizer > 0).all()
-    assert (found.bubble[table.pp == 1] == 0).all()
-    assert (found.bubble[table.pp > 1] >= 0).all()
-    for exposed in found.exposed.values():
-        assert (exposed >= 0).all()
-        assert cluster.ranks > 1 or (exposed == 0).all()
+    assert ((found.optimizer > 0) == (table.offload & 1 == 0)).all()
+    bubble = at_whole_table(found.bubble, table)
+    assert (bubble[table.pp == 1] == 0).all()
+    assert (bubble[table.pp > 1] >= 0).all()
+    exposed = {axis: at_whole_table(values, table) for axis, values in found.exposed.items()}
+    whole = found.compute + bubble + found.optimizer + sum(exposed.values())
+    assert found.time == pytest.approx(whole, rel=1e-9)
+    for axis, times in exposed.items():
+        assert (times >= 0).all()
+        assert cluster.ranks > 1 or axis == "host" or (times == 0).all()
+    assert (exposed["host"][table.offload == 0] == 0).all()
+    assert (exposed["ep"][table.ep == 1] == 0).all()
+    assert ((exposed["ep"] > 0) == (table.ep > 1)).all()
     rates = tokens_per_second_per_device(JOB, cluster, found.time)
     assert rates * found.time * cluster.ranks == pytest.approx(JOB.tokens_per_step)
     assert (mfu(model, JOB, cluster, found.time) < 1).all()
 
 
-@settings(deadline=None, max_examples=25)
-@given(model=MODELS, cluster=CLUSTERS, data=st.data())
+@settings(deadline=None, max_examples=8)
+@given(model=DENSE_MODELS, cluster=CLUSTERS, data=st.data())
 def test_without_overlap_all_traffic_is_exposed_and_each_collective_once(model, cluster, data):
     """The exposed time of an axis is the time its collectives take by plan/traffic.py, for every stage."""
     cluster = with_device(cluster, overlap=0.0)
     table = table_for(model, cluster)
-    row = data.draw(st.integers(0, np.count_nonzero(table.pp == 1) - 1))
-    layout = table.layout(int(np.flatnonzero(table.pp == 1)[row]), model.layers)
+    rows = np.flatnonzero((table.pp == 1) & (model.layers % table.recompute_every == 0))
+    layout = table.layout(int(rows[data.draw(st.integers(0, len(rows) - 1))]), model.layers)
     found = explanation(plan_of(model, JOB, cluster, layout))
     for flow in found["traffic"]:
         assert flow["exposed_time"] == pytest.approx(flow["busy_time"], rel=1e-9)
@@ -107,7 +138,7 @@ def test_without_overlap_all_traffic_is_exposed_and_each_collective_once(model, 
     assert found["step"]["exposed"] == pytest.approx(busy, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=8)
 @given(
     layers=st.integers(2, 6), ranks=st.sampled_from([4, 6, 12]), per_node=st.integers(1, 8), data=st.data()
 )
@@ -120,7 +151,6 @@ def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, pe
     rows = np.flatnonzero((table.pp > 1) & (table.chunks == 1))
     row = int(rows[data.draw(st.integers(0, len(rows) - 1))])
     layout = table.layout(row, model.layers)
-    assume(not why_not(layout.schedule, layout.pp, layout.chunks, layout.microbatches))
     found = explanation(plan_of(model, JOB, cluster, layout))
     last = layers // table.pp[row] * table.pp[row] == layers and table.ends[row] == 0
     for flow in found["traffic"]:
@@ -132,7 +162,7 @@ def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, pe
             assert flow["exposed_time"] <= flow["busy_time"] * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=6)
 @given(model=MODELS, cluster=CLUSTERS, overlap=st.floats(0, 1))
 def test_more_overlap_is_never_slower_and_never_hides_more_than_there_is(model, cluster, overlap):
     table = table_for(model, cluster)
@@ -144,24 +174,33 @@ def test_more_overlap_is_never_slower_and_never_hides_more_than_there_is(model, 
         assert (most.exposed[axis] <= some.exposed[axis] * (1 + 1e-12)).all()
 
 
-def used(exposed, row):
+def used(exposed, row, table):
     """What an axis exposes in a row; where a table has rows with cp, the shard axis is named after both."""
-    times = {axis.replace("dp_shard+cp", "dp_shard"): values[row] for axis, values in exposed.items()}
+    times = {
+        axis.replace("dp_shard+cp", "dp_shard"): at_whole_table(values, table)[row]
+        for axis, values in exposed.items()
+    }
     return {axis: time for axis, time in times.items() if time}
 
 
-@settings(deadline=None, max_examples=25)
-@given(model=MODELS, cluster=CLUSTERS)
-def test_a_row_alone_is_the_row_of_the_table(model, cluster):
-    table = table_for(model, cluster)
+@settings(deadline=None, max_examples=8)
+@given(model=MODELS, cluster=CLUSTERS, data=st.data())
+def test_a_row_alone_is_the_row_of_the_table(model, cluster, data):
+    table = table_for(model, cluster, whole=True)
     together = step_time(model, JOB, cluster, table)
-    for row in range(0, table.rows, 7 + table.rows // 100):
-        alone = step_time(model, JOB, cluster, table_of([table.layout(row, model.layers)], model.layers))
-        assert alone.time[0] == together.time[row]
-        assert used(alone.exposed, 0) == used(together.exposed, row)
+    for row in data.draw(st.lists(st.integers(0, table.rows - 1), min_size=8, max_size=8)):
+        one = table_of([table.layout(row, model.layers)], model.layers)
+        alone = step_time(model, JOB, cluster, one)
+        assert alone.time[0] == pytest.approx(together.time[row], rel=1e-9)
+        assert used(alone.exposed, 0, one) == pytest.approx(used(together.exposed, row, table), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+SPLIT_BACKWARD = [
+    SCHEDULE_NAMES.index(name) for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "ZB-H1", "ZB-H2")
+]
+
+
+@settings(deadline=None, max_examples=6)
 @given(
     model=MODELS,
     cluster=CLUSTERS,
@@ -169,33 +208,70 @@ def test_a_row_alone_is_the_row_of_the_table(model, cluster):
     which=st.sampled_from(["intra_link", "inter_link"]),
 )
 def test_a_faster_link_is_never_slower(model, cluster, factor, which):
+    """Schedules that split backward take the bubble of the busiest rank. A faster link may make another rank
+    the busiest, with other shares of backward: then the step may grow, by per cents of so small a model."""
     quicker = with_device(cluster, **{which: faster(getattr(cluster.device, which), factor)})
     table = table_for(model, cluster)
     before, after = (step_time(model, JOB, c, table).time for c in (cluster, quicker))
-    assert (after <= before * (1 + 1e-12)).all()
+    slack = np.where(np.isin(table.schedule, SPLIT_BACKWARD), 0.05, 1e-12)
+    assert (after <= before * (1 + slack)).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=8)
 @given(model=MODELS, cluster=CLUSTERS)
 def test_a_higher_stage_never_exposes_less(model, cluster):
     table = table_for(model, cluster)
     exposed = sum(step_time(model, JOB, cluster, table).exposed.values())
-    key = [column for column in table._fields if column != "zero_stage"]
-    by_layout: dict[tuple[int, ...], dict[int, float]] = {}
-    for row in range(table.rows):
-        layout = tuple(int(getattr(table, column)[row]) for column in key)
-        by_layout.setdefault(layout, {})[int(table.zero_stage[row])] = float(exposed[row])
-    for stages in by_layout.values():
-        times = [stages[stage] for stage in sorted(stages)]
-        assert all(low <= high * (1 + 1e-12) for low, high in pairwise(times))
+    for stages in beside(table, "zero_stage"):
+        times = [exposed[stages[stage]] for stage in sorted(stages)]
+        assert (np.diff(times) >= -1e-12 * exposed.max()).all()
 
 
-def test_recomputation_costs_time():
-    table = table_for(SPEC, GPUS)
-    compute = step_time(SPEC, JOB, GPUS, table).compute
-    by_kind = [compute[table.recompute == kind] for kind in range(len(RECOMPUTE_KINDS))]
-    assert (by_kind[0] < by_kind[1]).all()
-    assert (by_kind[1] < by_kind[2]).all()
+@pytest.mark.parametrize("model", [SPEC, EXPERTS.model_copy(update={"layers": 3}), MIXED])
+def test_recomputation_costs_time(model):
+    """Of every second layer it costs less than of all, and selective recomputation less than both. A step
+    grows less than its computation, which hides more; and see the bubbles of ``SPLIT_BACKWARD``."""
+    table = flat(model, 4)
+    found = step_time(model, JOB, cluster_of("h100-sxm", 4), table)
+    compute, time = found.compute, found.time
+    piped = (table.pp > 1) & ~np.isin(table.schedule, SPLIT_BACKWARD)
+    for kinds in beside(table, "recompute", "recompute_every"):
+        if (2, 2) not in kinds:
+            continue  # what is offloaded is not recomputed by halves
+        rows = [kinds[kind] for kind in ((0, 1), (2, 2), (2, 1))]
+        if table.pp[rows[0]] == 1:
+            assert compute[rows[0]] < compute[rows[1]] < compute[rows[2]]
+            assert compute[rows[0]] < compute[kinds[1, 1]] < compute[rows[2]]
+        elif piped[rows[0]]:
+            assert time[rows[0]] <= time[rows[1]] + 1e-12 <= time[rows[2]] + 2e-12
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("model", [SPEC, EXPERTS, MIXED])
+def test_neither_offload_nor_parts_of_the_loss_save_time(model, precision):
+    """The search leaves them out until something else is too slow or too large."""
+    table, cluster = flat(model, 4), cluster_of("h100-sxm", 4)
+    found = step_time(model, JOB.model_copy(update={"precision": precision}), cluster, table)
+    time, host = found.time, at_whole_table(found.exposed["host"], table)
+    for ways in beside(table, "offload", "loss_chunks"):
+        plain = ways.pop((0, 1))
+        assert all(time[row] >= time[plain] * (1 - 1e-12) for row in ways.values())
+    optimizer = table.offload & 1 == 1
+    assert (host[optimizer] > 0).all()
+    assert (found.optimizer[optimizer] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-70b"])
+def test_fp8_is_not_slower_where_blocks_are_large(name):
+    model, cluster = preset(name), cluster_of("h100-sxm", 8)
+    layouts = [layout_of(8, 3), Layout(tp=8, sp=True), Layout(tp=2, dp_shard=4, zero_stage=3)]
+    rows = table_of(layouts, model.layers)
+    bf16, fp8 = (
+        step_time(model, Job(seq=8192, global_batch=8, precision=precision), cluster, rows)
+        for precision in ("bf16", "fp8")
+    )
+    assert (fp8.compute < bf16.compute).all()
+    assert (fp8.time <= bf16.time).all()
 
 
 def test_replicas_across_nodes_beat_shards_across_nodes():
@@ -235,11 +311,12 @@ def test_flops_over_time_is_the_utilisation():
     assert 0.35 < plan.prediction.mfu < 0.75
 
 
-def test_columns_stay_as_long_as_the_table():
+def test_columns_broadcast_to_the_table():
     table = table_for(SPEC, GPUS)
     found = step_time(SPEC, JOB, GPUS, table)
-    for column in (found.compute, found.bubble, found.optimizer, found.time, *found.exposed.values()):
-        assert np.shape(column) == (table.rows,)
+    assert np.shape(found.time) == table.shape
+    for column in (found.compute, found.bubble, found.optimizer, *found.exposed.values()):
+        assert np.broadcast_shapes(np.shape(column), table.shape) == table.shape
 
 
 # tp, pp and cp
@@ -298,7 +375,7 @@ def test_eight_stages_and_64_microbatches_idle_for_a_tenth():
     cluster = with_device(cluster_of("h100-sxm", 8), intra_link=FREE)
     model = LLAMA_7B.model_copy(update={"layers": 64})
     found = step_of(model, Job(seq=4096, global_batch=64), cluster, piped(64, "1F1B", pp=8, microbatches=64))
-    overhead, fraction = found.bubble / found.compute, found.bubble / (found.bubble + found.compute)
+    overhead, fraction = found.bubble / found.inside, found.bubble / (found.bubble + found.inside)
     assert overhead == pytest.approx(7 / 64, rel=1e-9)
     assert (round(100 * overhead[0], 1), round(100 * fraction[0], 1)) == (10.9, 9.9)
 
@@ -315,13 +392,10 @@ def test_the_bubble_is_the_simulated_one(schedule, m):
         ideal(with_device(cluster_of("h100-sxm", 4), intra_link=FREE)),
     )
     found = step_of(model, job, cluster, piped(model.layers, schedule, chunks, microbatches=m))
-    block = block_times(model, job, cluster.device)
-    work = (
-        2
-        * chunks
-        * 4096
-        * np.array([block.forward, block.backward - block.weight_gradients, block.weight_gradients])
-    )
+    one = np.ones(1, np.int64)
+    block = block_times(model, job, cluster.device, Work(4096.0 * one, one, one, one, 0 * one, one, one))
+    parts = [block.forward, block.backward - block.weight_gradients, block.weight_gradients]
+    work = 2 * chunks * np.concatenate(parts)
     assert found.compute[0] == pytest.approx(m * work.sum(), rel=1e-9)
     assert is_exact(schedule, 4, chunks, m, RankTimes(*work))
     simulated = simulate(schedule_graph(schedule, 4, chunks, m), StageTimes(*(work / chunks)))
@@ -336,7 +410,7 @@ def test_lighter_ends_make_up_for_the_head():
         model = preset("llama-3.1-405b").model_copy(update={"layers": layers})
         layout = piped(layers, "1F1B", pp=16, tp=8, microbatches=32)
         small = model.model_copy(update={"vocab": 1024})
-        with_head, without = (step_of(each, job, cluster, layout).compute[0] for each in (model, small))
+        with_head, without = (step_of(each, job, cluster, layout).inside[0] for each in (model, small))
         assert (with_head > 1.05 * without) == costs
         assert (with_head == without) != costs
 
@@ -354,7 +428,7 @@ def context(kind, cp=8):
 
 def test_a_ring_hides_under_the_attention_of_long_sequences():
     """Keys and values grow with the sequence, attention with its square."""
-    cluster = with_device(cluster_of("h100-sxm", 8), overlap=1.0)
+    cluster = with_device(linked(50e9, 50e9), overlap=1.0, launch=0.0)
     model = preset("llama-3.1-8b")
     short, long = (
         step_of(model, Job(seq=seq, global_batch=1), cluster, *map(context, ("ring", "all_gather"))).exposed[

@@ -12,7 +12,8 @@ from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
-from shardwright.plan.table import stage_layers, table_of
+from shardwright.plan.splits import stage_layers
+from shardwright.plan.table import table_of
 from shardwright.plan.traffic import RING_SHARE, SCALAR_BYTES, merged, traffic
 
 SPEC = ModelSpec(

@@ -88,7 +88,7 @@ def test_traffic_and_time_of_every_axis(width):
     assert sum(step["exposed_by_axis"].values()) == pytest.approx(step["exposed"])
     assert {"tp", "cp"} <= step["exposed_by_axis"].keys()
     assert step["bubble_fraction"] == pytest.approx(step["bubble"] / step["time"])
-    assert "bubble: 1F1B on 8 ranks, 128 microbatches: a rank is idle for " in text
+    assert "bubble: 1F1B on 8 ranks, 128 microbatches: the busiest rank is idle for " in text
     assert f"{step['bubble_fraction']:.1%} of the step" in text
 
 
@@ -105,3 +105,49 @@ def test_without_a_pipeline_there_is_no_bubble_line():
     text = text_of(explain_report(explanation(plan_of(MODEL, JOB, CLUSTER, LAYOUT))))
     assert "bubble:" not in text
     assert "in flight" not in text
+
+
+def test_the_budget_the_picture_and_single_changes_are_shown():
+    document = pipeline_document()
+    text = text_of(explain_report(document), 100)
+    words = words_of(text)
+    assert "bandwidth budget of a step, an average rank" in words
+    total = sum(row["share"] for row in document["budget"] if row["link"] == "network")
+    assert f"network {total:.1%}" in words
+    for line in document["timeline_text"].splitlines():
+        assert line in text
+    changes = {row["change"]: row for row in document["sensitivities"]}
+    row = changes["recompute selective"]
+    share = f"{row['step_time_change'] / document['step']['time']:+.1%}"
+    assert share in row_of(text, "recompute selective")
+    assert row_of(text, "bandwidth of network x 2")[-2:] == [
+        f"{changes['bandwidth of network x 2']['step_time_change'] / document['step']['time']:+.1%}",
+        "-",
+    ]
+    assert "rules forbid: dp_shard x 2 (ranks); dp_replicate x 2 (ranks)" in words
+    assert "it fits: " in words
+
+
+def test_what_does_not_fit_is_told_what_makes_it_fit():
+    cluster = cluster_of("h100-sxm", 64)
+    device = cluster.device.model_copy(update={"memory": 58 * 2**30})
+    job, model = Job(seq=8192, global_batch=128), preset("llama-3.1-70b")
+    document = explanation(plan_of(model, job, cluster.model_copy(update={"device": device}), PIPELINE))
+    words = words_of(text_of(explain_report(document)))
+    assert "it does not fit: " in words
+    assert "most of it is activations" in words
+    assert "recompute selective makes it fit: " in words
+
+
+def test_experts_frozen_bases_and_the_host_have_lines():
+    job = Job(seq=1024, global_batch=16, lora_rank=8, lora_targets=("query",))
+    layout = Layout(dp_shard=8, zero_stage=3, microbatches=2, offload="optimizer+activations")
+    cluster = cluster_of("h100-sxm", 8)
+    text = text_of(explain_report(explanation(plan_of(preset("qwen3-30b-a3b"), job, cluster, layout))), 100)
+    assert row_of(text, "  of experts")[2:]
+    assert row_of(text, "  frozen")[1:]
+    words = words_of(text)
+    assert "on the host, for each rank: optimizer state " in words
+    assert "a block with experts keeps " in words
+    assert "host host " in words
+    assert "context: 0.5 GiB, of 0.3 to 0.6 GiB" in words

@@ -6,7 +6,8 @@ from test_terminal import CLUSTER, JOB, MODEL, WIDTHS, plan_document, text_of, w
 from shardwright.cluster import cluster_of
 from shardwright.job import Job
 from shardwright.model import preset
-from shardwright.plan.finding import column_code, find
+from shardwright.plan.columns import column_code
+from shardwright.plan.finding import find
 from shardwright.plan.why import answer_why
 from shardwright.report.plan import plan_report, why_report
 
@@ -75,7 +76,7 @@ def test_no_word_of_a_label_is_broken(width):
 
 
 def test_ranked_by_time_alone_rows_say_whether_they_run():
-    document = find(MODEL, JOB, CLUSTER, {}, ranking="time", top=100).document
+    document = find(MODEL, JOB, CLUSTER, {}, ranking="time", top=30).document
     times = [row["step_time"] for row in document["best"]]
     assert times == sorted(times)
     assert rows(document, True)
@@ -96,6 +97,13 @@ def test_broken_rules_are_listed(width):
     for part in ("ranks layout has 9 ranks", "tp_heads tp=3 does not divide heads=64", "cp_sequence cp=3"):
         assert part in text
     assert "step time" not in text
+
+
+def test_another_batch_is_told_with_its_schedule():
+    text = words_of(text_of(why_report(why_of("tp=8 b=2 m=64", *LARGE))))
+    assert "global_batch dp=2 x micro_batch=2 x microbatches=64 is not" in text
+    assert "the same tokens in " in text
+    assert "by the linear rule" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)

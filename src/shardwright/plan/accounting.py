@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardwright.job import Job
 from shardwright.plan.params import Tensor
 
 NEVER = 4
@@ -78,6 +79,30 @@ def optimizer_elements(optimizer: str, tensor: Tensor, moment: int = 4) -> float
     if optimizer == "muon":
         return numel if matrix and tensor.role in ("attention", "feed_forward") else 2 * numel
     raise KeyError(optimizer)
+
+
+FOUR_BIT_BYTES = 0.5 + 0.127 / 8
+"""A frozen parameter in 4 bits with its doubly quantised scales. Source: QLoRA, arXiv:2305.14314, 3."""
+
+EIGHT_BIT_BYTES = 1.0
+"""A frozen parameter in 8 bits; one scale a row is left out."""
+
+
+def is_trained(job: Job, tensor: Tensor) -> bool:
+    """Whether a tensor has gradients and optimizer state: all do, under LoRA the adapters alone."""
+    return job.lora_rank == 0 or tensor.role == "adapter"
+
+
+def frozen_bytes(job: Job) -> float:
+    """Bytes of a frozen parameter at rest and gathered; 8 and 4 bits are widened where they are used."""
+    return {16: 2.0, 8: EIGHT_BIT_BYTES, 4: FOUR_BIT_BYTES}[job.base_bits]
+
+
+def gathered_bytes(job: Job, tensor: Tensor) -> float:
+    """Bytes of one element of a tensor in an all-gather."""
+    element = {"bf16": 2, "fp8": 2, "fp32": 4, "fp64": 8}[job.precision]
+    quantised = not is_trained(job, tensor) and len(tensor.shape) > 1
+    return min(frozen_bytes(job), element) if quantised else float(element)
 
 
 def accounting_row(accounting: str, precision: str) -> AccountingRow:

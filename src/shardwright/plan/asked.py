@@ -9,15 +9,16 @@ from shardwright.errors import LayoutError
 from shardwright.job import Job
 from shardwright.layout import (
     CONTEXT_KINDS,
+    DISPATCH_KINDS,
     KEPT_BY_SELECTIVE,
     OFFLOAD_KINDS,
     RECOMPUTE_KINDS,
     SCHEDULE_NAMES,
 )
 from shardwright.model import ModelSpec
-from shardwright.plan.finding import column_code
+from shardwright.plan.columns import NAMED_COLUMNS, column_code
 from shardwright.plan.schedule import SCHEDULES
-from shardwright.plan.table import stage_layers
+from shardwright.plan.splits import MOST_LESS, ends_code, stage_layers
 
 COLUMN_OF = {
     **{
@@ -31,7 +32,12 @@ COLUMN_OF = {
             "cp_kind",
             "chunks",
             "ends",
+            "dispatch",
+            "order",
             "recompute",
+            "recompute_every",
+            "loss_chunks",
+            "offload",
         )
     },
     **dict.fromkeys(("zero", "zero_stage"), "zero_stage"),
@@ -43,7 +49,7 @@ COLUMN_OF = {
 
 MAY_BE_ZERO = ("sp", "ends", "zero_stage")
 
-MOST = {"sp": 1, "ends": 3, "zero_stage": 3}
+MOST = {"sp": 1, "zero_stage": 3}
 """Largest value of columns that have one."""
 
 BARE: dict[str, tuple[str, int]] = {
@@ -62,17 +68,18 @@ def parse_layout(text: str) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for word in re.split(r"[\s,]+", text.strip()):
-        column, value = _word(word)
-        if found.setdefault(column, value) != value:
-            raise LayoutError(f"--why {text!r} gives {column} twice: leave one out")
+        for column, value in _word(word):
+            if found.setdefault(column, value) != value:
+                raise LayoutError(f"--why {text!r} gives {column} twice: leave one out")
     return found
 
 
-def _word(word: str) -> tuple[str, int]:
+def _word(word: str) -> list[tuple[str, int]]:
+    """The columns of one word: two of ``recompute=full/2``, else one."""
     key, equals, value = word.partition("=")
     key = key.casefold().replace("-", "_")
     if not equals and key in BARE:
-        return BARE[key]
+        return [BARE[key]]
     if not equals or key not in COLUMN_OF:
         names = ", ".join(name for name in SCHEDULE_NAMES if name != "none")
         raise LayoutError(
@@ -80,19 +87,42 @@ def _word(word: str) -> tuple[str, int]:
             f"a schedule ({names}) or a kind of cp ({', '.join(CONTEXT_KINDS[1:])})"
         )
     column = COLUMN_OF[key]
-    if column in ("schedule", "cp_kind", "recompute"):
-        return column, column_code(column, value, f"--why: {key}")
+    kind, slash, every = value.partition("/")
+    if column == "recompute" and slash:
+        return [
+            (column, column_code(column, kind, f"--why: {key}")),
+            ("recompute_every", _number(word, key, "recompute_every", every)),
+        ]
+    if column in NAMED_COLUMNS:
+        return [(column, column_code(column, value, f"--why: {key}"))]
+    return [(column, _ends(word, value) if column == "ends" else _number(word, key, column, value))]
+
+
+def _number(word: str, key: str, column: str, value: str) -> int:
     least, most = 0 if column in MAY_BE_ZERO else 1, MOST.get(column, 2**31)
     number = {"true": "1", "false": "0"}.get(value.casefold(), value)
     if not re.fullmatch(r"[0-9]{1,10}", number) or not least <= int(number) <= most:
         rule = f"from {least} to {most}" if column in MOST else f"of at least {least}"
         raise LayoutError(f"--why: {word!r}: {key} must be a whole number {rule}")
-    return column, int(number)
+    return int(number)
+
+
+def _ends(word: str, value: str) -> int:
+    """The code of "1", an end of both, or of "0/1", of the first and of the last stage."""
+    less = [int(part) if re.fullmatch(r"[0-9]{1,3}", part) else MOST_LESS + 1 for part in value.split("/")]
+    code = ends_code(less[0], less[-1]) if len(less) <= 2 else None
+    if code is None:
+        raise LayoutError(
+            f"--why: {word!r}: ends must be from 0 to {MOST_LESS}, layers less on both ends, or two "
+            "numbers as 0/1, on the first and on the last stage"
+        )
+    return code
 
 
 def completed(asked: Mapping[str, int], model: ModelSpec, job: Job, ranks: int) -> dict[str, int]:
     """All columns: ranks left over are data parallel, a microbatch is one sequence, a pipeline runs 1F1B, the
-    sequence goes in a ring; ZeRO 3, in a pipeline 1; no sp and no recomputation, as in ``Layout.label``."""
+    sequence goes in a ring; ZeRO 3, in a pipeline 1; no recomputation, nothing on the host, and no sp unless
+    experts need it, as in ``Layout.label``. Experts are cut by tp where ep shares none out over its ranks."""
     pp, cp, tp = (asked.get(axis, 1) for axis in ("pp", "cp", "tp"))
     rest = asked.get("dp", max(ranks // (pp * cp * tp), 1))
     replicate = asked.get("dp_replicate", max(rest // asked.get("dp_shard", rest), 1))
@@ -102,6 +132,7 @@ def completed(asked: Mapping[str, int], model: ModelSpec, job: Job, ranks: int) 
     fewest = 1 if named == "InterleavedZeroBubble" else 2
     chunks = (SCHEDULES[named].chunks or fewest) if named in SCHEDULES and pp > 1 else 1
     micro_batch = asked.get("micro_batch", 1)
+    ep = asked.get("ep", 1)
     zero = 0 if shard * cp == 1 else 1 if pp > 1 else 3
     columns = {
         "pp": pp,
@@ -109,10 +140,11 @@ def completed(asked: Mapping[str, int], model: ModelSpec, job: Job, ranks: int) 
         "dp_shard": shard,
         "cp": cp,
         "tp": tp,
-        "ep": 1,
-        "etp": 1,
+        "ep": ep,
+        "etp": tp if model.moe is not None and ep % tp else 1,
+        "dispatch": DISPATCH_KINDS.index("all_to_all"),
         "order": 0,
-        "sp": 0,
+        "sp": int(ep > 1 and tp > 1),
         "cp_kind": CONTEXT_KINDS.index("ring" if cp > 1 else "none"),
         "schedule": schedule,
         "chunks": chunks,
@@ -133,6 +165,7 @@ def layout_fields(columns: Mapping[str, int], model: ModelSpec) -> dict[str, Any
     recompute, stages = RECOMPUTE_KINDS[columns["recompute"]], columns["pp"] * columns["chunks"]
     return {column: value for column, value in columns.items() if column != "ends"} | {
         "sp": bool(columns["sp"]),
+        "dispatch": DISPATCH_KINDS[columns["dispatch"]],
         "order": MESH_ORDERS[columns["order"]],
         "offload": OFFLOAD_KINDS[columns["offload"]],
         "cp_kind": CONTEXT_KINDS[columns["cp_kind"]],

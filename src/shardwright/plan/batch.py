@@ -1,6 +1,7 @@
 """A changed global batch: what it does to the number of steps and to the learning rate. Rules of practice."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardwright.job import Job
@@ -52,6 +53,25 @@ def batch_change(a: Job, b: Job) -> dict[str, Any] | None:
         "rule": RULE_OF_OPTIMIZER.get(a.optimizer),
         "sources": {"linear": LINEAR.source, "square_root": SQUARE_ROOT.source},
     }
+
+
+def batch_sentence(change: Mapping[str, Any]) -> str:
+    """The same in words, for one layout whose batch is not the job's."""
+    (job, own), (steps, own_steps) = change["global_batch"], change["steps"]
+    warmup = change["warmup_steps"]
+    rule = change["rule"]
+    shown = (
+        f"shown for this optimizer: {rule.replace('_', ' ')}"
+        if rule
+        else "for this optimizer neither is shown"
+    )
+    return (
+        f"its global batch would be {own:,}, not {job:,} (x {change['ratio']:.4g}): the same tokens in "
+        f"{own_steps:,} steps, not {steps:,}"
+        + (f", of them {warmup[1]:,} of warm-up, not {warmup[0]:,}" if warmup[0] else "")
+        + f"; the learning rate {change['learning_rate']:g} becomes {change['linear']:.3g} by the linear "
+        f"rule, {change['square_root']:.3g} by the square root ({shown}); neither promises the same loss"
+    )
 
 
 def _decay(beta: float, ratio: float) -> float | None:

@@ -34,7 +34,7 @@ class RankTimes(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """Broadcast columns of a question; ``least`` is min(f, i, w), and tau is 0 on one rank."""
+    """Columns of a question, which broadcast; ``least`` is min(f, i, w), and tau is 0 on one rank."""
 
     p: Floats
     v: Floats
@@ -86,18 +86,10 @@ def _zb_h2(c: _Case) -> Floats:
 
 
 def _zb_v(c: _Case) -> Floats:
-    q = c.p - 1
-    sums = (
-        (q - 0.5) * c.f - (q - 1) / 2 * c.i,
-        q * c.f - q / 2 * c.i - c.w / 2,
-        q * c.f - (q + 0.5) * c.w,
-        (q - 0.5) * c.f + c.i / 2 - q * c.w,
-        c.f / 2 + (q - 1) / 2 * c.w,
-        c.i / 2 + (q - 1) / 2 * c.w,
-        q / 2 * c.i,
-        q * (c.i - c.w),
-    )
-    return np.where(q > 0, np.max(sums, axis=0) + (5 * c.p - 7) * c.tau, 0.0)
+    q, least = c.p - 1, np.minimum(c.i / 2, c.w)
+    longest = np.maximum(q * (c.i - least), (np.maximum(c.f, c.i) + (q - 1) * c.w) / 2)
+    longest = np.maximum(longest, q * (c.f - least) + np.maximum(c.i - c.f, -c.w) / 2)
+    return np.where(q > 0, longest + (5 * c.p - 7) * c.tau, 0.0)
 
 
 def _two_ways(half: Floats, f: Floats, i: Floats, w: Floats) -> Floats:
@@ -117,7 +109,7 @@ def _dualpipe(c: _Case) -> Floats:
 
 
 def _always(c: _Case) -> Bools:
-    return np.ones(c.p.shape, dtype=np.bool_)
+    return np.asarray(True)
 
 
 def _without_hops(c: _Case) -> Bools:
@@ -162,7 +154,7 @@ FORMS = {
     "ZBVZeroBubble": Form(
         _zb_v,
         _enough_to_fill,
-        "(p-1) max(i/2, i-w) + (5p-7) tau if i is the longest, else the largest of eight sums",
+        "max((p-1)(i-n), (max(f, i) + (p-2)w)/2, (p-1)(f-n) + max(i-f, -w)/2) + (5p-7) tau, n = min(i/2, w)",
         "without hops if m >= 2p-1",
     ),
     "DualPipeV": Form(
@@ -194,10 +186,8 @@ FORMS = {
 """Source: shared FORMULAE 6; from simulation min, max, few microbatches, and hops that FORMULAE has not."""
 
 
-def _case(
-    schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike, times: RankTimes
-) -> _Case:
-    columns = np.broadcast_arrays(ranks, chunks, microbatches, *times)
+def _case(ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike, times: RankTimes) -> _Case:
+    columns = (ranks, chunks, microbatches, *times)
     p, v, m, f, i, w, tau = (np.asarray(column, dtype=np.float64) for column in columns)
     return _Case(p, v, m, f, i, w, np.where(p > 1, tau, 0.0), i + w, np.minimum(np.minimum(f, i), w))
 
@@ -208,16 +198,20 @@ def makespan_bubble(
     """Idle time of a rank in a step that all ranks begin and end together [s].
 
     Assumes equal ranks and chunks, and that a hop blocks no rank. Exact where ``is_exact`` says so, elsewhere
-    what ``FORMS`` calls it.
+    what ``FORMS`` calls it. Schedule none has no bubble.
     """
-    return FORMS[schedule].value(_case(schedule, ranks, chunks, microbatches, times))
+    if schedule == "none":
+        return np.asarray(0.0)
+    return np.asarray(FORMS[schedule].value(_case(ranks, chunks, microbatches, times)))
 
 
 def is_exact(
     schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike, times: RankTimes
 ) -> Bools:
     """Whether ``makespan_bubble`` equals the simulated one."""
-    return FORMS[schedule].is_exact(_case(schedule, ranks, chunks, microbatches, times))
+    if schedule == "none":
+        return np.asarray(True)
+    return FORMS[schedule].is_exact(_case(ranks, chunks, microbatches, times))
 
 
 def span_bubble(schedule: str, ranks: ArrayLike, times: RankTimes) -> Floats:
@@ -288,25 +282,27 @@ def in_flight_chunks(
 ) -> Floats:
     """Most activations a rank holds, in those of one microbatch in one of its equal chunks. Exact.
 
-    ``kept_for_weight`` is the part of them held between the gradients of input and weights.
+    ``kept_for_weight`` is the part of them held between the gradients of input and weights. Schedule none
+    holds one.
 
     Source: shared FORMULAE 2.6; for ZB-V with few microbatches, simulation.
     """
-    p, v, m, r = np.broadcast_arrays(ranks, chunks, microbatches, rank)
-    others = (v - 1) * round_size(p, m)
-    late = np.zeros_like(r)  # input gradients whose weight gradient is to come
+    p, v, m, r = (np.asarray(column) for column in (ranks, chunks, microbatches, rank))
+    if schedule == "none":
+        return np.asarray(1.0)
     if schedule in ("GPipe", "LoopedBFS"):
         held = m * v
     elif schedule == "1F1B":
         held = np.minimum(m, p - r)
     elif schedule == "Interleaved1F1B":
-        held = np.minimum(m * v, others + 2 * (p - 1 - r) + 1)
+        held = np.minimum(m * v, (v - 1) * round_size(p, m) + 2 * (p - 1 - r) + 1)
     elif schedule == "ZBVZeroBubble":
         held = np.minimum(np.minimum(2 * m, m + 1 + r), 2 * p)
     elif schedule in ("DualPipe", "DualPipeV"):
         held = 2 * p // SCHEDULES[schedule].pipelines + 1
     else:
         twice = 2 if schedule == "ZB-H2" else 1
-        held = np.minimum(m * v, others + twice * (p - 1 - r) + 1)
-        late = np.minimum(m * v - held, twice * r)
-    return np.asarray(held + kept_for_weight * late)
+        held = np.minimum(m * v, (v - 1) * round_size(p, m) + twice * (p - 1 - r) + 1)
+        late = np.minimum(m * v - held, twice * r)  # input gradients whose weight gradient is to come
+        held = held + kept_for_weight * late
+    return np.asarray(held, dtype=np.float64)

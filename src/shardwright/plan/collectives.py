@@ -1,105 +1,302 @@
-"""Time of a collective by its size, its group's degree and where the group lies on the cluster."""
+"""Time of a collective by its size and the way its group goes through the levels of links of a cluster.
 
-from functools import cache
-from typing import NamedTuple
+A collective takes the cheapest of its algorithms: each costs so much a launch, so much a byte, and, where it
+fills channels with a large message, so much the root of a byte. Small messages go with short hops at part of
+the bandwidth (NCCL's LL protocol). plan/placement.py says where groups lie.
+
+Symbols: n ranks of a group; r of them in a domain, the one with fewest; S bytes of payload.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from shardwright.cluster import Cluster
-from shardwright.plan.table import Floats, Ints, distinct
+from shardwright.cluster import Cluster, Link
+from shardwright.plan.table import Floats, Ints
+from shardwright.units import MiB
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+
+SMALL_RING, SMALL_TREE = 1 / 2, 1 / 3.8
+"""Share of the ring's bandwidth that small messages get: half of what LL sends are flags. Source: NVIDIA/nccl
+2.30.7 src/graph/tuning.cc; shared FORMULAE 4.3."""
+
+TREE, LOGARITHMIC = 0.92, 0.75
+"""The same of trees, and of NCCL's logarithmic all-gather (PAT). Source: as above."""
 
 
-class Placement(NamedTuple):
-    """How the groups of an axis lie on nodes: ``degree`` ranks each, ``stride`` apart."""
+class Cost(NamedTuple):
+    """Of one algorithm: a launch [s], a byte of payload [s/B], and the root of a byte [s/sqrt(B)]."""
+
+    launch: Floats
+    byte: Floats
+    root: Floats
+
+
+class Crossing(NamedTuple):
+    """How the groups of an axis pass one level of links: ``members`` of a group share a domain, in the one
+    with the fewest; a group lies on at most ``domains``; ``below`` are these numbers one level inside.
+    """
+
+    members: Ints
+    domains: Ints
+    members_below: Ints
+    domains_below: Ints
+    link: Link
+    bandwidth: float  # of one rank, all using the level at once [B/s]
+    shared: bool
+
+    @property
+    def crossed(self) -> NDArray[np.bool_]:
+        """Whether every group has neighbours that only this level joins."""
+        return self.members > self.members_below
+
+    @property
+    def hops(self) -> Ints:
+        """Hops of a ring through all members that need this level."""
+        return self.domains_below - self.domains
+
+    @property
+    def parts(self) -> Floats:
+        """Smaller domains that a domain of this level joins."""
+        return np.asarray(self.domains_below / self.domains)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of an axis's groups through a cluster, once for every different placement.
+
+    ``index`` says which of them each layout has; None: they stand as they are.
+    """
 
     degree: Ints
-    stride: Ints
+    crossings: tuple[Crossing, ...]
+    one_per_node: NDArray[np.bool_]
+    rings_alone: bool  # gloo has neither trees nor protocols for small messages
+    index: NDArray[np.intp] | None = None
 
-    def spread(self, cluster: Cluster) -> tuple[Ints, Ints]:
-        """Fewest members that a group has in a node, and most nodes that one lies on.
+    @cached_property
+    def costs(self) -> Mapping[str, tuple[Cost, ...]]:
+        """Algorithms of every collective, those left out that another beats at any size."""
+        gather = (_ring(self, 1), _ring(self, 1, small=True), _logarithmic(self))
+        both = (
+            *(_ring(self, 2), _ring(self, 2, small=True), _tree(self), _tree(self, small=True)),
+            *(_hierarchical(self), _in_switches(self)),
+        )
+        found = {
+            "all_gather": gather,
+            "reduce_scatter": gather,
+            "all_reduce": both,
+            "all_to_all": (_trade(self), _trade(self, small=True)),
+            "send": (_hop(self), _hop(self, small=True)),
+        }
+        return {name: self._useful(costs) for name, costs in found.items()}
 
-        Groups of an axis may lie differently (3 ranks on nodes of 8); a step is as slow as the worst.
-        """
-        degree, stride = np.broadcast_arrays(np.atleast_1d(self.degree), np.atleast_1d(self.stride))
-        pairs, row = distinct(degree, stride)
-        found = [_spread(*pair, cluster.ranks, cluster.gpus_per_node) for pair in pairs]
-        fewest, nodes = np.array(found, dtype=np.int64).reshape(-1, 2)[row].T
-        return fewest, nodes
+    def _useful(self, costs: tuple[Cost, ...]) -> tuple[Cost, ...]:
+        kept: list[Cost] = []
+        for cost in costs[:1] if self.rings_alone else costs:
+            if not any(_no_dearer(other, cost) for other in kept):
+                kept.append(Cost(*(np.where(self.degree > 1, part, 0.0) for part in cost)))
+        return tuple(kept)
 
-    def route(self, cluster: Cluster) -> "Route":
-        """What a ring over these groups has to itself on ``cluster``.
+    def at(self, index: NDArray[np.intp]) -> "Route":
+        """The same for layouts that have the placements of ``index``."""
+        route = replace(self, index=index)
+        route.__dict__["costs"] = self.costs  # worked out once for all
+        return route
 
-        A group over several nodes is served by as many network links as it has ranks in a node (the node with
-        the fewest), and its hops between nodes cost the network's latency.
-        """
-        n = np.asarray(self.degree, dtype=np.float64)
-        per_node, nodes = self.spread(cluster)
-        intra, inter = cluster.intra_link, cluster.inter_link
-        inside = np.where(per_node > 1, intra.bandwidth, np.inf)
-        bandwidth = np.where(nodes > 1, np.minimum(inside, per_node * inter.bandwidth), intra.bandwidth)
-        hops = np.where(nodes > 1, nodes - 1, 0)
-        latency = hops * inter.latency + (n - 1 - hops) * intra.latency
-        crosses = nodes > 1
-        hop = np.where(crosses, inter.latency, intra.latency)
-        per_byte = np.where(crosses, 1 / inter.bandwidth, 1 / intra.bandwidth)
-        near, far = np.where(crosses, per_node, n) - 1, np.where(crosses, n - per_node, 0)
-        trade_per_byte = np.maximum(near / n / intra.bandwidth, far / n / inter.bandwidth)
-        return Route(latency, (n - 1) / n / bandwidth, hop, per_byte, trade_per_byte)
+    def along(self, axis: int, places: slice | NDArray[np.intp]) -> "Route":
+        """The same for layouts of a grid that lie at some places of one of its axes."""
+        index = self.index
+        if index is None or index.ndim <= axis or index.shape[axis] == 1:
+            return self
+        return self.at(index[(slice(None),) * axis + (places,)])
 
-    def link(self, cluster: Cluster) -> list[str]:
-        """The slowest link the groups cross, for people: one word a row."""
-        return ["between nodes" if nodes > 1 else "inside a node" for nodes in self.spread(cluster)[1]]
+    def spread(self, values: Floats) -> Floats:
+        """One value a placement as one a layout."""
+        return values if self.index is None else values[self.index]
 
+    def latency(self, *, small: bool) -> Floats:
+        """The slowest hop between neighbours [s]."""
+        return _most(np.where(c.crossed, _latency(c, small), 0.0) for c in self.crossings)
 
-@cache
-def _spread(degree: int, stride: int, ranks: int, gpus_per_node: int) -> tuple[int, int]:
-    """Fewest members in a node and most nodes, over the groups of one axis of ``ranks`` ranks."""
-    block = degree * stride
-    rank = np.arange(max(ranks // block, 1) * block).reshape(-1, degree, stride)
-    group = rank // block * stride + rank % stride
-    node = rank // gpus_per_node
-    parts, members = np.unique(group * (node.max() + 1) + node, return_counts=True)
-    nodes = np.bincount(parts // (node.max() + 1))
-    return int(members.min()), int(nodes.max())
+    @property
+    def start(self) -> Floats:
+        """A launch, before the first hop [s]."""
+        return _most(np.where(c.crossed, c.link.start, 0.0) for c in self.crossings)
+
+    @property
+    def ramp(self) -> Floats:
+        """What filling the channels adds to an all-reduce [s/sqrt(B)]."""
+        return _most(np.where(c.crossed, c.link.ramp / np.sqrt(MiB), 0.0) for c in self.crossings)
+
+    @property
+    def ring_byte(self) -> Floats:
+        """A byte through the narrowest part of a ring, which has as many links out of a domain as the group
+        has ranks in it [s/B]."""
+        return _most(np.where(c.crossed, 1 / (c.members_below * c.bandwidth), 0.0) for c in self.crossings)
 
 
-class Route(NamedTuple):
-    """A round of a ring, its latency [s] and its time for each byte of payload [s/B]; one hop from rank to
-    rank, on the slowest link between neighbours, likewise; and a byte of what a rank trades with all others,
-    for which it has no network link but its own."""
+def route_through(degree: Ints, spreads: Sequence[tuple[Ints, Ints]], cluster: Cluster) -> Route:
+    """The route of groups for which ``spreads`` says, level by level, how many members share a domain and on
+    how many domains they lie."""
+    crossings: list[Crossing] = []
+    below, domains_below, one_per_node = np.ones_like(degree), degree, np.ones(np.shape(degree), np.bool_)
+    bandwidths = rank_bandwidths(cluster)
+    for level, bandwidth, (inside, count) in zip(cluster.domains, bandwidths, spreads, strict=True):
+        crossings.append(Crossing(inside, count, below, domains_below, level.link, bandwidth, level.shared))
+        below, domains_below = inside, count
+        if level.ranks == cluster.gpus_per_node:
+            one_per_node = inside == 1
+    return Route(degree, tuple(crossings), one_per_node, cluster.device.kind == "cpu")
 
-    latency: Floats
-    time_per_byte: Floats
-    hop: Floats
-    hop_per_byte: Floats
-    trade_per_byte: Floats
+
+def rank_bandwidths(cluster: Cluster) -> list[float]:
+    """What one rank has of each level's link when all ranks use it at once, innermost level first [B/s].
+
+    A shared link is divided by the ranks of the smaller domain, and reached by the link of the level below.
+    """
+    found: list[float] = []
+    users = 1
+    for level in cluster.domains:
+        bandwidth = level.link.bandwidth
+        if level.shared and found:
+            bandwidth = min(bandwidth / users, found[-1])
+        found.append(bandwidth)
+        users = min(level.ranks, cluster.ranks)
+    return found
+
+
+# Times
+
+
+def collective_time(collective: str, payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Floats:
+    """Time of ``launches`` equal collectives of ``payload_bytes`` in all, by the cheapest algorithm [s].
+
+    Payload is the whole tensor: what an all-gather fills, a reduce-scatter or all-reduce is given; of an
+    all-to-all what a rank gives, its own part too; of a send what goes to the neighbour.
+
+    Source: shared FORMULAE 4.2 to 4.4.
+    """
+    payload, count = np.asarray(payload_bytes, np.float64), np.asarray(launches, np.float64)
+    times = (_time(cost, payload, count, route) for cost in route.costs[collective])
+    return reduce(np.minimum, times)
 
 
 def ring_time(payload_bytes: ArrayLike, launches: ArrayLike, rounds: int, route: Route) -> Floats:
-    """Time of ``launches`` equal collectives of ``payload_bytes`` in all [s].
-
-    A ring of n ranks takes n-1 hops a round and moves payload (n-1)/n; an all-gather or reduce-scatter is one
-    round, an all-reduce two.
-
-    Source: NVIDIA/nccl-tests doc/PERFORMANCE.md; shared FORMULAE 4.2.
-    """
-    moved = np.asarray(payload_bytes, dtype=np.float64) * route.time_per_byte
-    return np.asarray(rounds * (np.asarray(launches) * route.latency + moved))
+    """The same by rings alone [s]: an all-gather or reduce-scatter is one round, an all-reduce two."""
+    payload, count = np.asarray(payload_bytes, np.float64), np.asarray(launches, np.float64)
+    cost = Cost(*(np.where(route.degree > 1, part, 0.0) for part in _ring(route, rounds)))
+    return _time(cost, payload, count, route)
 
 
 def send_time(payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Floats:
     """Time of ``launches`` sends to the neighbour, ``payload_bytes`` in all [s]."""
-    moved = np.asarray(payload_bytes, dtype=np.float64) * route.hop_per_byte
-    return np.asarray(np.asarray(launches) * route.hop + moved)
+    return collective_time("send", payload_bytes, launches, route)
 
 
 def trade_time(payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Floats:
-    """Time of ``launches`` all-to-alls in which a rank gives ``payload_bytes`` in all, its own part too [s].
+    """Time of ``launches`` all-to-alls of ``payload_bytes`` a rank in all, its own part too [s]."""
+    return collective_time("all_to_all", payload_bytes, launches, route)
 
-    What stays in the node and what leaves it move at once; all partners are one hop away.
 
-    Source: shared FORMULAE 4.2.
+def _time(cost: Cost, payload: Floats, launches: Floats, route: Route) -> Floats:
+    time = launches * route.spread(cost.launch) + payload * route.spread(cost.byte)
+    if cost.root.any():
+        time = time + np.sqrt(payload) * np.sqrt(launches) * route.spread(cost.root)
+    return np.asarray(time)
+
+
+# Algorithms
+
+
+def _ring(route: Route, rounds: int, *, small: bool = False) -> Cost:
+    """n-1 hops a round, each rank passing S (n-1)/n on. Source: shared FORMULAE 4.2."""
+    hops = sum(crossing.hops * _latency(crossing, small) for crossing in route.crossings)
+    moved = rounds * (1 - 1 / route.degree) * route.ring_byte
+    if small:
+        return Cost(route.start + rounds * hops, moved / SMALL_RING, np.zeros(1))
+    return Cost(route.start + rounds * hops, moved, rounds / 2 * route.ramp)
+
+
+def _tree(route: Route, *, small: bool = False) -> Cost:
+    """A double binary tree: up and down, S each way. Source: shared FORMULAE 4.2, 4.3."""
+    hops = sum(np.ceil(np.log2(c.parts)) * _latency(c, small) for c in route.crossings)
+    moved = 2 * route.ring_byte / (SMALL_TREE if small else TREE)
+    return Cost(route.start + 2 * hops, moved, np.zeros(1) if small else route.ramp)
+
+
+def _hierarchical(route: Route) -> Cost:
+    """Reduce-scatter inside each domain, all-reduce of the parts across, every rank by its own link, and
+    all-gather inside; the phases after one another. Groups that lie unevenly take the ring.
+
+    Source: shared FORMULAE 4.2, upper bound.
     """
-    moved = np.asarray(payload_bytes, dtype=np.float64) * route.trade_per_byte
-    return np.asarray(np.asarray(launches) * route.hop + moved)
+    ring = _ring(route, 2)
+    even = np.all([c.members * c.domains == route.degree for c in route.crossings], axis=0)
+    launch = route.start + sum(2 * (c.parts - 1) * c.link.latency for c in route.crossings)
+    byte = sum(2 * (1 - 1 / c.parts) / c.members_below / c.bandwidth for c in route.crossings)
+    return Cost(np.where(even, launch, ring.launch), np.where(even, byte, ring.byte), route.ramp)
+
+
+def _in_switches(route: Route) -> Cost:
+    """NVLS: switches of the innermost level add up what each rank sends, S (1 + 1/n) one way.
+
+    Where a group leaves that level, or its switches cannot add, the ring.
+    Source: shared FORMULAE 4.2; with 8 ranks at 473 GB/s this gives 405, 434 and 456 for 5, 6 and 7, measured
+    414, 436, 460 (stas00/ml-engineering, H200).
+    """
+    inner, ring = route.crossings[0], _ring(route, 2)
+    if not inner.link.switch_bandwidth:
+        return ring
+    inside = inner.domains == 1
+    byte = np.where(inside, (1 + 1 / route.degree) / inner.link.switch_bandwidth, ring.byte)
+    return Cost(np.where(inside, route.start, ring.launch), byte, route.ramp)
+
+
+def _logarithmic(route: Route) -> Cost:
+    """Parallel aggregated trees (PAT), for groups of one rank a node; for others the ring.
+
+    Source: NVIDIA/nccl 2.30.7 src/graph/tuning.cc; shared FORMULAE 4.3.
+    """
+    ring, fits = _ring(route, 1), route.one_per_node
+    hops = np.ceil(np.log2(route.degree)) * route.latency(small=False)
+    launch = np.where(fits, route.start + hops, ring.launch)
+    return Cost(launch, np.where(fits, ring.byte / LOGARITHMIC, ring.byte), ring.root)
+
+
+def _hop(route: Route, *, small: bool = False) -> Cost:
+    """To the neighbour, over the slowest link between neighbours, which the rank has to itself."""
+    byte = _most(np.where(c.crossed, 1 / c.bandwidth, 0.0) for c in route.crossings)
+    return Cost(route.start + route.latency(small=small), byte / (SMALL_RING if small else 1), np.zeros(1))
+
+
+def _trade(route: Route, *, small: bool = False) -> Cost:
+    """All partners are one hop away; what goes through each level moves at once, by the rank's own link.
+
+    Source: shared FORMULAE 4.2; that NICs do not add up: NVIDIA/nccl-tests issue 267.
+    """
+    byte = np.zeros(1)
+    passed: Floats = np.zeros(1)  # what shared levels further out add to the link that reaches them
+    for crossing in reversed(route.crossings):
+        passed = passed + (crossing.members - crossing.members_below)
+        byte = np.maximum(byte, passed / route.degree / crossing.bandwidth)
+        if not crossing.shared:
+            passed = np.zeros(1)
+    return Cost(route.start + route.latency(small=small), byte / (SMALL_RING if small else 1), np.zeros(1))
+
+
+def _latency(crossing: Crossing, small: bool) -> float:
+    return crossing.link.small_latency if small else crossing.link.latency
+
+
+def _most(parts: Iterable[Floats]) -> Floats:
+    return reduce(np.maximum, parts)
+
+
+def _no_dearer(one: Cost, other: Cost) -> bool:
+    return all(bool(np.all(a <= b)) for a, b in zip(one, other, strict=True))

@@ -7,12 +7,12 @@ from shardwright.cluster import Cluster
 from shardwright.description import Description
 from shardwright.errors import PlanFileError
 from shardwright.plan.batch import batch_change
-from shardwright.plan.explain import explanation
+from shardwright.plan.explain import accounts
 from shardwright.planfile import MemoryTerms, Plan
 from shardwright.units import format_bytes, format_time
 
 STEP_PARTS = ("compute", "bubble", "exposed", "optimizer")
-"""Of a step time, as ``explanation`` has them; they add up."""
+"""Of a step time, as ``accounts`` has them; they add up."""
 
 SAME = 1e-3
 """Relative difference below which a prediction tells nothing apart."""
@@ -59,10 +59,8 @@ class Side(NamedTuple):
     def parts(self) -> dict[str, float]:
         """Parts of a step, exposed time by axis; they add up to the step."""
         step = self.found["step"]
-        exposed = {f"exposed {axis}": sums["exposed_time"] for axis, sums in self.axes().items()}
-        rest = float(step["exposed"]) - sum(exposed.values())
-        kept = {part: float(step[part]) for part in STEP_PARTS if part != "exposed"}
-        return kept | exposed | ({"exposed, other": rest} if abs(rest) > 1e-9 * step["time"] else {})
+        exposed = {f"exposed {axis}": float(time) for axis, time in step["exposed_by_axis"].items()}
+        return {part: float(step[part]) for part in STEP_PARTS if part != "exposed"} | exposed
 
 
 def compare_plans(a: Plan, b: Plan) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def compare_plans(a: Plan, b: Plan) -> dict[str, Any]:
     Raises: PlanFileError: the models differ.
     """
     check_same_model(a, b)
-    sides = Side("A", a, explanation(a)), Side("B", b, explanation(b))
+    sides = Side("A", a, accounts(a)), Side("B", b, accounts(b))
     batch = batch_change(a.job, b.job)
     return {
         "model": a.model.name,

@@ -1,6 +1,6 @@
 """From a job to the answer of ``shardwright plan``: the best layouts as a document, the best as a Plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -9,41 +9,36 @@ from numpy.typing import NDArray
 
 from shardwright.axes import MESH_ORDER
 from shardwright.cluster import Cluster
-from shardwright.description import nearest
 from shardwright.errors import JobError, LayoutError
 from shardwright.job import Job
-from shardwright.layout import (
-    CONTEXT_KINDS,
-    RECOMPUTE_KINDS,
-    SCHEDULE_NAMES,
-    Layout,
-    check_runnable,
-    not_runnable_reasons,
-)
+from shardwright.layout import Layout, check_runnable, not_runnable_reasons
 from shardwright.model import ModelSpec
-from shardwright.plan.explain import check_modelled, plan_of
+from shardwright.plan.columns import choices
+from shardwright.plan.explain import plan_of
 from shardwright.plan.memory import memory_ledger
-from shardwright.plan.search import SearchResult, check_found, runnable_rows, search
-from shardwright.plan.step import mfu, step_time, tokens_per_second_per_device
+from shardwright.plan.nothing import check_fits
+from shardwright.plan.pareto import pareto_rows
+from shardwright.plan.pipeline import simulated_step
+from shardwright.plan.search import SearchResult, rejection_notes, search
+from shardwright.plan.step import mfu, tokens_per_second_per_device
+from shardwright.plan.tally import runnable_rows
 from shardwright.plan.traffic import traffic
 from shardwright.planfile import Plan
-from shardwright.units import BYTES, format_bytes, format_time, parse_quantity
+from shardwright.units import BYTES, HOUR, format_bytes, format_time, parse_quantity
+
+Wishes = Mapping[str, int | Sequence[int] | None]
+"""Columns of the table that the user has given: one value or the allowed ones; None leaves one free."""
 
 Ranking = Literal["runnable_first", "runnable_only", "time"]
 """Of what fits: what the runtime executes before what is only modelled, alone, or all as one; by time."""
 
-NAMED_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "schedule": SCHEDULE_NAMES,
-    "cp_kind": CONTEXT_KINDS,
-    "recompute": RECOMPUTE_KINDS,
-}
-"""Columns of the table that hold an index of these names."""
-
 MOST_ROWS_TO_CHOOSE_FROM = 10_000
 """Of those that are ranked, among which those to show are looked for."""
 
-RUNNABLE_DEGREES = {"pp": 1, "cp": 1, "tp": 1}
-"""Columns of the layouts that the runtime executes; search.py:runnable_rows is the mask of it."""
+RUNNABLE_COLUMNS = {
+    "pp": 1, "cp": 1, "tp": 1, "ep": 1, "recompute_every": 1, "loss_chunks": 1, "offload": 0,
+}  # fmt: skip
+"""Columns of the layouts that the runtime executes; tally.py:runnable_rows is the mask of it."""
 
 
 @dataclass(frozen=True)
@@ -58,64 +53,56 @@ def find(
     model: ModelSpec,
     job: Job,
     cluster: Cluster,
-    fixed: Mapping[str, int | None],
+    fixed: Wishes,
     max_memory: str | None = None,
     top: int = 5,
     ranking: Ranking = "runnable_first",
 ) -> Finding:
     """Search, and describe the ``top`` fastest layouts that fit.
 
-    ``fixed``: columns of the table that the user has given; None leaves one free. A job that the runtime
-    does not execute in any layout is ranked by time alone.
+    A job that the runtime does not execute in any layout is ranked by time alone.
 
-    Raises: NothingFitsError: with the reason of each rejected group and the nearest miss.
-        ModelError: the planner knows the model's parameters only. LayoutError: only what runs is asked for,
-        and this job, model or degree does not.
+    Raises: NothingFitsError: with the reason of each rejected group, the nearest misses in its document.
+        LayoutError: only what runs is asked for, and this job, model or degree does not.
     """
-    check_modelled(model)
     limit = memory_limit(max_memory)
-    given = {column: value for column, value in fixed.items() if value is not None}
-    if ranking == "runnable_only":
-        given = _runnable(model, job, given)
-    elif not_runnable_reasons(model, job, Layout()):
+    given = columns_asked(model, job, fixed, ranking)
+    if ranking != "runnable_only" and not_runnable_reasons(model, job, Layout()):
         ranking = "time"
-    result = search(model, job, cluster, {column: [value] for column, value in given.items()}, limit)
-    check_found(result)
+    result = search(model, job, cluster, given, limit)
+    check_fits(model, job, cluster, result, given, limit)
     if ranking == "time":
-        best = result.best
-        result = replace(result, best=best[np.lexsort((result.device[best], result.time[best]))])
-    most = min(cluster.device.memory, limit or float("inf"))
-    document = {
-        "ranking": ranking,
-        **_document(model, job, cluster, result, most, _shown(result, ranking, top)),
-    }
+        result = replace(result, best=_by_time(result))
+    rows = {row: _best_row(model, job, cluster, result, row) for row in _shown(result, ranking, top)}
+    shown = _in_order(rows, by_time=ranking == "time")
+    result = _with_simulated(result, shown)
+    document = {"ranking": ranking, **_document(model, job, cluster, result, shown)}
     return Finding(plan_of(model, job, cluster, result.layout(int(result.best[0]))), document)
 
 
-def column_code(column: str, name: str, subject: str) -> int:
-    """What stands in a column of the table for a name; capitals and hyphens do not matter.
+def columns_asked(model: ModelSpec, job: Job, fixed: Wishes, ranking: Ranking) -> dict[str, Sequence[int]]:
+    """Allowed values of the columns asked for, and of those that the runtime needs if only what runs is.
 
-    Raises: LayoutError: no such name.
+    Raises: LayoutError: what is asked for does not run.
     """
-    known = NAMED_COLUMNS[column]
-    folded = {each.casefold().replace("-", "_"): code for code, each in enumerate(known)}
-    code = folded.get(name.casefold().replace("-", "_"))
-    if code is None:
-        raise LayoutError(f"{subject}={name!r} is unknown{nearest(name, known)}")
-    return code
-
-
-def _runnable(model: ModelSpec, job: Job, given: Mapping[str, int]) -> dict[str, int]:
-    """Columns asked for, and those that the runtime needs."""
+    given = {
+        column: [value] if isinstance(value, int) else value
+        for column, value in fixed.items()
+        if value is not None
+    }
+    if ranking != "runnable_only":
+        return given
     check_runnable(model, job, Layout())
     clashing = [
-        f"{axis}={given[axis]}" for axis, one in RUNNABLE_DEGREES.items() if given.get(axis, one) != one
+        f"{column}={choices(column, given[column])}"
+        for column, value in RUNNABLE_COLUMNS.items()
+        if value not in given.get(column, [value])
     ]
     if clashing:
         raise LayoutError(
             f"{', '.join(clashing)} is only modelled, and only what runs is asked for: leave one of them out"
         )
-    return {**given, **RUNNABLE_DEGREES}
+    return {**given, **{column: [value] for column, value in RUNNABLE_COLUMNS.items()}}
 
 
 def memory_limit(text: str | None) -> float | None:
@@ -131,24 +118,40 @@ def memory_limit(text: str | None) -> float | None:
 
 
 def _document(
-    model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, limit: float, shown: Sequence[int]
+    model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, shown: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
     job_reasons = not_runnable_reasons(model, job, Layout())
     return {
         "model": model.name,
-        "considered": result.table.rows,
-        "evaluated": len(result.rows),
-        "feasible": len(result.best),
-        "feasible_runnable": 0 if job_reasons else int(_runs(result, result.best).sum()),
-        "rejected": result.rejected,
-        "rejected_notes": dict(result.notes),
+        "considered": result.considered,
+        "evaluated": result.evaluated,
+        "pruned": result.pruned,
+        "feasible": result.feasible,
+        "feasible_runnable": 0 if job_reasons else result.feasible_runnable,
+        "rejected": dict(result.rejected),
+        "rejected_notes": rejection_notes(model, job, cluster, result),
         "search_time": result.search_time,
-        "device_memory": limit,
-        "assumed": [f"precision={job.precision}", *cluster.assumed],
+        "device_memory": result.limit,
+        "assumed": list(_assumed(job, cluster, bool((result.rows(list(shown)).ep > 1).any()))),
         "not_runnable_reasons": not_runnable_reasons(model, job, result.layout(int(result.best[0]))),
-        "best": [_best_row(model, job, cluster, result, row) for row in shown],
-        "why": _why(result, limit),
+        "best": list(shown.values()),
+        "why": _why(result, result.limit),
+        "pareto": pareto_rows(result),
     }
+
+
+def _assumed(job: Job, cluster: Cluster, experts_shared: bool) -> Iterator[str]:
+    """What the numbers rest on: assumptions on the cluster and the experts, and what it means to fit."""
+    yield f"precision={job.precision}"
+    yield from cluster.assumed
+    if experts_shared and job.expert_capacity:
+        yield f"expert_capacity={job.expert_capacity:g}: tokens beyond it are dropped"
+    elif experts_shared:
+        yield f"expert_imbalance={job.expert_imbalance:g}: tokens of the fullest rank of ep over the mean"
+    yield (
+        "a layout fits by allocated + context + communicators + allocator margin "
+        f"({100 * cluster.device.allocator_margin:g} % of allocated, device file)"
+    )
 
 
 def _shown(result: SearchResult, ranking: Ranking, top: int) -> list[int]:
@@ -163,8 +166,39 @@ def _shown(result: SearchResult, ranking: Ranking, top: int) -> list[int]:
     return [*first, *_of_each_mesh(result, faster[np.argsort(result.time[faster], kind="stable")], top)]
 
 
+def _in_order(rows: Mapping[int, dict[str, Any]], by_time: bool) -> dict[int, dict[str, Any]]:
+    """Rows to show by their simulated times; behind what runs, if it comes first, only what is faster."""
+    places = sorted(
+        rows, key=lambda row: (not (by_time or rows[row]["runnable"]), float(rows[row]["step_time"]))
+    )
+    first = rows[places[0]]
+    return {
+        row: rows[row]
+        for row in places
+        if by_time
+        or rows[row]["runnable"] == first["runnable"]
+        or rows[row]["step_time"] < first["step_time"]
+    }
+
+
+def _with_simulated(result: SearchResult, shown: Mapping[int, Mapping[str, Any]]) -> SearchResult:
+    """The same with the times of the rows shown, and these first."""
+    time, rows = result.time.copy(), list(shown)
+    time[rows] = [row["step_time"] for row in shown.values()]
+    others = result.best[~np.isin(result.best, rows)]
+    kept = replace(result.kept, time=time)
+    return replace(result, kept=kept, best=np.concatenate([np.array(rows, dtype=np.intp), others]))
+
+
+def _by_time(result: SearchResult) -> NDArray[np.intp]:
+    """The rows that fit, by time alone; of equal ones what runs, and what has no need of the host, first."""
+    best = result.best
+    table = result.rows(best)
+    return best[np.lexsort((result.device[best], table.offload, ~runnable_rows(table), result.time[best]))]
+
+
 def _runs(result: SearchResult, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    return runnable_rows(result.table.take(result.rows[rows]))
+    return runnable_rows(result.rows(rows))
 
 
 def _of_each_mesh(result: SearchResult, ordered: NDArray[np.intp], top: int) -> list[int]:
@@ -173,7 +207,7 @@ def _of_each_mesh(result: SearchResult, ordered: NDArray[np.intp], top: int) -> 
     Rows that run are never passed over.
     """
     near = ordered[:MOST_ROWS_TO_CHOOSE_FROM]
-    table = result.table.take(result.rows[near])
+    table = result.rows(near)
     meshes = np.stack([getattr(table, axis) for axis in MESH_ORDER], axis=1)
     first = np.unique(meshes, axis=0, return_index=True)[1]
     passed_over = ~(runnable_rows(table) | np.isin(np.arange(len(near)), first))
@@ -183,9 +217,10 @@ def _of_each_mesh(result: SearchResult, ordered: NDArray[np.intp], top: int) -> 
 
 
 def _best_row(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, row: int) -> dict[str, Any]:
-    table, layout = result.evaluated([row]), result.layout(row)
+    """A row of the search as it stands in the document."""
+    table, layout = result.rows([row]), result.layout(row)
     ledger = memory_ledger(model, job, cluster.device, table)
-    step = step_time(model, job, cluster, table)
+    step = simulated_step(model, job, cluster, [layout])
     return {
         "label": layout.label,
         "layout": layout.model_dump(mode="json"),
@@ -201,7 +236,16 @@ def _best_row(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult
         "sent_bytes": float(sum(flow.sent_bytes[0] for flow in traffic(model, job, table))),
         "tokens_per_s_per_gpu": float(tokens_per_second_per_device(job, cluster, step.time)[0]),
         "mfu": float(mfu(model, job, cluster, step.time)[0]),
+        **step_cost(job, cluster, float(step.time[0])),
     }
+
+
+def step_cost(job: Job, cluster: Cluster, time: float) -> dict[str, float]:
+    """What a step and 1e9 tokens cost on all devices, if a price is given."""
+    if not cluster.price_per_device_hour:
+        return {}
+    cost = cluster.price_per_device_hour * cluster.ranks * time / HOUR
+    return {"cost_per_step": cost, "cost_per_1e9_tokens": cost / job.tokens_per_step * 1e9}
 
 
 def _why(result: SearchResult, limit: float) -> str:
@@ -230,9 +274,8 @@ def _against(result: SearchResult, row: int, first: int) -> str:
 
 def _differs(result: SearchResult, first: int, other: int) -> bool:
     """Whether two rows differ in how they split or recompute, not in microbatch or stages alone."""
-    one, two = result.rows[first], result.rows[other]
     return any(
-        column[one] != column[two]
+        column[first] != column[other]
         for name, column in zip(result.table._fields, result.table, strict=True)
         if name not in ("micro_batch", "microbatches", "chunks", "ends")
     )

@@ -5,6 +5,7 @@ Which units are gathered, whose gradients wait unreduced, and which buffers live
 (_fsdp_param_group.py, _fsdp_collectives.py). plan/moments.py puts it together moment by moment.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,20 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.job import Job
-from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS
+from shardwright.layout import CONTEXT_KINDS, OFFLOAD_KINDS, RECOMPUTE_KINDS
 from shardwright.model import ModelSpec
+from shardwright.plan.accounting import is_trained
 from shardwright.plan.activations import (
     ELEMENT_BYTES,
     WIDE_BYTES,
     BlockActivations,
+    Kind,
     Split,
     block_activations,
     rotary_table_bytes,
 )
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
-from shardwright.plan.shards import UnitElements, unit_elements
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, gathered_units, unit_elements
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import Floats, LayoutTable, distinct
+from shardwright.plan.table import Floats, LayoutTable, added, distinct
 
 TOKEN_BYTES = 16
 """One token id and one target, int64 each, of every microbatch of a step."""
@@ -41,8 +44,8 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> Floats:
-        """Sum of the kinds."""
-        return self.gradients + self.activations + self.logits + self.gathered
+        """Sum of the kinds, small columns first."""
+        return added(*self)
 
 
 class Amounts(NamedTuple):
@@ -58,24 +61,30 @@ class Amounts(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStep:
-    """Columns and sizes of one pipeline rank from which every moment is computed."""
+    """Columns and sizes of one pipeline rank from which every moment is computed.
+
+    ``block`` is the largest block, ``mean`` the mean one: they differ where some blocks have experts.
+    """
 
     table: LayoutTable
     layers: Floats  # blocks of the rank
     tied: bool
     embedding: Amounts
     block: Amounts
+    mean: Amounts
     head: Amounts
     tokens: Floats  # of a microbatch on a rank
-    saved: Floats  # of one block
+    saved: Floats  # of one block, the mean
+    resident: NDArray[np.bool_]  # saved tensors stay on the device
     others: Floats  # of all other microbatches in flight
     ids: Floats  # token ids and targets of a step
     tables: float  # rotary, one pair for all layers
     residual: Floats  # bytes of one vector of the residual stream
-    normed: Floats  # bytes of what the head reads
+    normed: float  # bytes of what the head reads
     rstd: Floats
     wide: float  # bytes of one statistic
     vocab: Floats  # bytes of one row of logits
+    loss_tokens: Floats  # of one part of a microbatch that the loss takes at once
     merges: bool  # gradients add to an older one at once: no wider type to reduce in
     tied_gradient: Floats | float  # of a tied matrix from the head: held until the embedding's is there
 
@@ -85,66 +94,164 @@ class RankStep:
         microbatches in flight keep."""
         return self.ids + self.tables + self.others
 
+    def kept(self, blocks: Floats) -> Floats:
+        """Saved tensors of so many blocks of the present microbatch, on the device."""
+        return kept_blocks(blocks, self.resident) * self.saved
+
+
+OFFLOADED_BLOCKS = 2
+"""Blocks whose saved tensors are on the device although they rest on the host: the one at work and the one
+on its way. An assumption: double buffering."""
+
+
+def kept_blocks(blocks: Floats, resident: NDArray[np.bool_]) -> Floats:
+    """Blocks of which the saved tensors are on the device."""
+    if resident.all():
+        return blocks
+    return np.where(resident, blocks, np.minimum(blocks, OFFLOADED_BLOCKS))
+
 
 class BlockKinds(NamedTuple):
-    """Activations of a block for each way of splitting and recomputing it, and which one a row has."""
+    """Activations of a block for each way of splitting and recomputing it, and which one a row has.
+
+    ``plain`` is the same block without recomputation, which a row has beside it if it recomputes every k-th.
+    """
 
     kinds: list[BlockActivations]
+    moments: (
+        Floats  # of every kind: its moments, three amounts each; the last repeated where others have more
+    )
     row: NDArray[np.intp]
+    plain: NDArray[np.intp]
+    share: Floats  # of blocks that recompute
+
+    @property
+    def saved_bytes(self) -> Floats:
+        """Kept by a block for each token, the mean [B]."""
+        saved = np.array([kind.saved_bytes for kind in self.kinds])
+        if (self.share == 1).all():
+            return np.asarray(saved[self.row])
+        return saved[self.row] * self.share + saved[self.plain] * (1 - self.share)
 
 
-def block_kinds(model: ModelSpec, job: Job, table: LayoutTable) -> BlockKinds:
-    cases, row = distinct(table.tp, table.sp, table.cp, table.cp_kind)
+def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "dense") -> BlockKinds:
+    """The activations of blocks of one kind in every row."""
+    experts = (table.ep, table.etp) if kind == "experts" else ()
+    cases, row = distinct(table.tp, table.sp, table.cp, table.cp_kind, *experts)
     kinds = [
-        block_activations(model, job.precision, recompute, Split(tp, bool(sp), cp, CONTEXT_KINDS[kind]))
-        for tp, sp, cp, kind in cases
+        block_activations(
+            model, job, recompute, Split(tp, bool(sp), cp, CONTEXT_KINDS[cp_kind], *of_experts), kind
+        )
+        for tp, sp, cp, cp_kind, *of_experts in cases
         for recompute in RECOMPUTE_KINDS
     ]
-    row = row * len(RECOMPUTE_KINDS) + table.recompute
-    return BlockKinds(kinds, row)
+    plain = row * len(RECOMPUTE_KINDS)
+    count = max(len(each.moments) for each in kinds)
+    padded = [each.moments + each.moments[-1:] * (count - len(each.moments)) for each in kinds]
+    moments = np.array([[moment[1:] for moment in each] for each in padded])
+    return BlockKinds(kinds, moments, plain + table.recompute, plain, 1 / table.recompute_every)
 
 
-def _amounts(unit: UnitElements, held: Floats, job: Job) -> Amounts:
-    """Bytes of a unit; nothing where the rank does not hold it."""
-    element, wide = ELEMENT_BYTES[job.precision] * held, WIDE_BYTES[job.precision] * held
+def _amounts(gathered: UnitElements, trained: UnitElements, job: Job) -> Amounts:
+    """Bytes of a unit, gathered elements weighing their bytes."""
+    element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
     return Amounts(
-        gathered=element * unit.padded,
-        fresh=element * unit.whole,
-        whole=wide * unit.whole,
-        reduce_input=wide * unit.padded,
-        shard=wide * unit.shard,
-        last_share=unit.last_share,
+        gathered=gathered.padded,
+        fresh=element * trained.whole,
+        whole=wide * trained.whole,
+        reduce_input=wide * trained.padded,
+        shard=wide * trained.shard,
+        last_share=trained.last_share,
     )
 
 
-def rank_step(model: ModelSpec, job: Job, table: LayoutTable, kinds: BlockKinds, stage: Stage) -> RankStep:
+def _held(unit: Amounts, held: Floats) -> Amounts:
+    """Of a unit that some ranks do not hold."""
+    return _of_columns((held * part for part in unit[:-1]), unit.last_share)
+
+
+def _joined(one: Amounts, other: Amounts) -> Amounts:
+    """Two units held at the same time."""
+    return _of_columns((a + b for a, b in zip(one[:-1], other[:-1], strict=True)), _share_of(one, other))
+
+
+def _either(condition: NDArray[np.bool_], one: Amounts, other: Amounts) -> Amounts:
+    pairs = zip(one[:-1], other[:-1], strict=True)
+    return _of_columns((np.where(condition, a, b) for a, b in pairs), _share_of(one, other))
+
+
+def _mean(share: Floats, one: Amounts, other: Amounts) -> Amounts:
+    pairs = zip(one[:-1], other[:-1], strict=True)
+    return _of_columns((share * a + (1 - share) * b for a, b in pairs), _share_of(one, other))
+
+
+def _share_of(one: Amounts, other: Amounts) -> float:
+    return max(one.last_share, other.last_share)
+
+
+def _of_columns(columns: Iterable[Floats], last_share: float) -> Amounts:
+    gathered, fresh, whole, reduce_input, shard = columns
+    return Amounts(gathered, fresh, whole, reduce_input, shard, last_share)
+
+
+def _block_amounts(amounts: Mapping[str, Amounts], model: ModelSpec, stage: Stage) -> tuple[Amounts, Amounts]:
+    """The largest and the mean block of a rank."""
+    if model.block_kinds == ("dense",):
+        return amounts[BLOCK], amounts[BLOCK]
+    with_experts = _joined(amounts[EXPERT_BLOCK], amounts[EXPERTS])
+    if model.block_kinds == ("experts",):
+        return with_experts, with_experts
+    largest = _either(stage.expert_blocks > 0, with_experts, amounts[BLOCK])
+    return largest, _mean(stage.expert_blocks / stage.blocks, with_experts, amounts[BLOCK])
+
+
+def unit_amounts(model: ModelSpec, job: Job, table: LayoutTable) -> dict[str, Amounts]:
+    """Bytes of one unit of every kind."""
+    trained = unit_elements(model, table, lambda t: float(is_trained(job, t)), job.adapters)
+    gathered = gathered_units(model, job, table, trained)
+    return {kind: _amounts(gathered[kind], trained[kind], job) for kind in trained}
+
+
+def rank_step(
+    model: ModelSpec,
+    job: Job,
+    table: LayoutTable,
+    units: Mapping[str, Amounts],
+    saved_bytes: Floats,
+    stage: Stage,
+) -> RankStep:
+    """``units``: bytes of one unit of each kind; ``saved_bytes``: kept by a block of the rank for each token,
+    the mean."""
     element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
-    units = unit_elements(model, table)
     tokens = table.micro_batch * job.seq / table.cp
-    saved = np.array([kind.saved_bytes for kind in kinds.kinds])[kinds.row] * tokens
+    saved = saved_bytes * tokens
     by_sequence = np.where(table.sp == 1, table.tp, 1)
     residual = element * model.hidden / by_sequence
-    in_flight = stage.blocks * saved + np.where(stage.head == 0, residual * tokens, 0.0)
-    ones = np.ones(table.rows)
+    resident = table.offload < OFFLOAD_KINDS.index("activations")
+    in_flight = stage.blocks * np.where(resident, saved, 0.0) if not resident.all() else stage.blocks * saved
+    in_flight = in_flight + np.where(stage.head == 0, residual * tokens, 0.0)
+    head = np.maximum(stage.head, stage.embedding) if model.tied_embeddings else stage.head
+    block, mean = _block_amounts(units, model, stage)
     return RankStep(
         table=table,
         layers=stage.blocks,
         tied=model.tied_embeddings,
-        embedding=_amounts(units[EMBEDDING], stage.embedding, job),
-        block=_amounts(units[BLOCK], ones, job),
-        head=_amounts(
-            units[HEAD], np.maximum(stage.head, stage.embedding) if model.tied_embeddings else stage.head, job
-        ),
+        embedding=_held(units[EMBEDDING], stage.embedding),
+        block=block,
+        mean=mean,
+        head=_held(units[HEAD], head),
         tokens=tokens,
         saved=saved,
+        resident=resident,
         others=(stage.in_flight - 1) * in_flight,
         ids=TOKEN_BYTES * tokens * table.microbatches,
         tables=rotary_table_bytes(model, job.seq, job.precision),
         residual=residual,
-        normed=element * model.hidden * ones,
+        normed=element * model.hidden,
         rstd=wide / by_sequence,
         wide=wide,
         vocab=stage.head * np.ceil(model.vocab / table.tp) * element,
+        loss_tokens=np.ceil(tokens / table.loss_chunks),
         merges=job.precision not in ("bf16", "fp8"),
         tied_gradient=element * np.ceil(model.vocab / table.tp) * model.hidden
         if model.tied_embeddings
@@ -193,7 +300,7 @@ def merges_at_once(step: RankStep, role: Role) -> NDArray[np.bool_]:
 def resident(step: RankStep, role: Role, still: Open) -> Floats:
     """Gathered parameters of stages 0 to 2: all, until each unit's backward in the last microbatch."""
     blocks, head = (still.blocks, still.head) if role.last else (step.layers, True)
-    held = step.embedding.gathered + blocks * step.block.gathered + (step.head.gathered if head else 0.0)
+    held = step.embedding.gathered + blocks * step.mean.gathered + (step.head.gathered if head else 0.0)
     return np.asarray(held)
 
 
@@ -204,18 +311,27 @@ def gathered_parameters(step: RankStep, role: Role, still: Open, stage3: Floats 
 
 def reduced_shards(step: RankStep, role: Role, still: Open) -> Floats:
     """Reduced gradients: those of units done, or all where an earlier microbatch was reduced too."""
-    done = (step.layers - still.blocks) * step.block.shard + (0.0 if still.head else step.head.shard)
-    every = step.embedding.shard + step.layers * step.block.shard + step.head.shard
-    made = done if role.last else np.zeros(step.table.rows)
+    done = (step.layers - still.blocks) * step.mean.shard + (0.0 if still.head else step.head.shard)
+    every = step.embedding.shard + step.layers * step.mean.shard + step.head.shard
+    made = done if role.last else 0.0
     return np.where(step.table.zero_stage >= 2, np.where(role.older, every, done), made)
+
+
+def pooled_gradients(step: RankStep) -> Floats:
+    """Memory that the reduced gradients of a rank take all through a step, once they have been made.
+
+    ``foreach_reduce`` allocates them on the stream of reductions, and the caching allocator of an accelerator
+    has a pool for each stream: what they leave, no activation takes.
+    """
+    return np.asarray(step.embedding.shard + step.layers * step.mean.shard + step.head.shard)
 
 
 def waiting_gradients(step: RankStep, role: Role, still: Open) -> Floats:
     """Whole gradients that wait for the last microbatch, in stages 0 and 1."""
     not_done = (
-        step.embedding.whole + still.blocks * step.block.whole + (step.head.whole if still.head else 0.0)
+        step.embedding.whole + still.blocks * step.mean.whole + (step.head.whole if still.head else 0.0)
     )
-    every = step.embedding.whole + step.layers * step.block.whole + step.head.whole
+    every = step.embedding.whole + step.layers * step.mean.whole + step.head.whole
     if role.last:
         waiting = np.where(role.older, not_done, 0.0)
     else:

@@ -1,27 +1,33 @@
 """The memory ledger: what the heaviest rank holds, by kind, at rest and at the peak of a step."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.axes import MESH_ORDER
 from shardwright.cluster import Device
 from shardwright.job import Job
 from shardwright.model import ModelSpec
-from shardwright.plan.accounting import accounting_row, optimizer_elements
-from shardwright.plan.holdings import Held
-from shardwright.plan.moments import peak_bytes, timeline
+from shardwright.plan.accounting import accounting_row, gathered_bytes, is_trained, optimizer_elements
+from shardwright.plan.communicators import communicator_bytes
+from shardwright.plan.holdings import Held, unit_amounts
+from shardwright.plan.moments import PeakTerm, model_blocks, peak_terms, timeline
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, Tensor
-from shardwright.plan.shards import unit_elements
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, weighted_elements
 from shardwright.plan.stages import Stage, stages
-from shardwright.plan.table import Floats, LayoutTable
+from shardwright.plan.table import Floats, LayoutTable, piecewise
+
+NO_ROOM = 1e30
+"""Bytes that no device has: what a layout needs that the host has no room for."""
 
 
 @dataclass(frozen=True)
 class Ledger:
     """Memory of one pipeline rank, one row a layout [B]; without a pipeline, of any rank.
 
+    ``margin``: what the caching allocator takes beside the peak, fragments and the pool of reduced gradients.
     ``parameters``, ``gradients`` and ``optimizer`` are the resting state, at the end of backward. ``at_peak``
     says what the peak is made of besides parameters and optimizer state; ``moment`` indexes ``moments``.
     """
@@ -59,7 +65,7 @@ def ledgers(model: ModelSpec, job: Job, device: Device, table: LayoutTable) -> l
 
     The resting state is counted by the job's accounting; what lives for a while is the runtime's own always.
     """
-    return [_ledger(model, job, device, table, stage) for stage in stages(table, model.layers)]
+    return [_ledger(model, job, device, table, stage) for stage in stages(table, model)]
 
 
 def memory_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable) -> Ledger:
@@ -71,15 +77,23 @@ def memory_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable
 
 
 def _ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable, stage: Stage) -> Ledger:
-    parameters, gradients, optimizer = _resting_state(model, job, table, stage)
-    peak = Held(*(np.zeros(table.rows) for _ in Held._fields))
+    parameters, gradients, optimizer = (
+        np.broadcast_to(part, table.shape)
+        for part in resting_state(model, job, table, stage, lambda tensor: True)
+    )
+    peak = Held(*(np.zeros(table.shape) for _ in Held._fields))
     names: list[str] = []
-    moment = np.zeros(table.rows, dtype=np.int64)
+    moment = np.zeros(table.shape, dtype=np.int64)
     for name, valid, held in timeline(model, job, table, stage):
         bigger = valid & (held.total > peak.total)
         peak = Held(*(np.where(bigger, new, old) for new, old in zip(held, peak, strict=True)))
         moment = np.where(bigger, len(names), moment)
         names.append(name)
+    allocated = parameters + optimizer + peak.total
+    kinds, amounts = model_blocks(model, job, table), unit_amounts(model, job, table)
+    resting = parameters + optimizer
+    terms = peak_terms(model, job, table, stage, kinds, amounts, resting, pools=_has_pools(device))
+    reserved = (1 + device.allocator_margin) * highest(list(terms), table.shape)
     return Ledger(
         stage=stage,
         parameters=parameters,
@@ -88,65 +102,182 @@ def _ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable, stag
         at_peak=peak,
         moment=moment,
         moments=tuple(names),
-        communicators=device.communicator * _communicators(table),
+        communicators=communicator_bytes(device, table),
         context=float(device.context),
-        margin=device.allocator_margin * (parameters + optimizer + peak.total),
+        margin=np.where(stage.valid, reserved - allocated, 0.0),
     )
+
+
+def _has_pools(device: Device) -> bool:
+    """Whether freed memory stays with the stream that allocated it: torch's allocator of CUDA keeps it so."""
+    return device.kind != "cpu"
 
 
 def device_memory(model: ModelSpec, job: Job, device: Device, table: LayoutTable) -> Floats:
     """``Ledger.device`` of the heaviest rank of every row [B], without its parts; for large tables."""
-    most = np.zeros(table.rows)
-    for rows in (table.pp == 1, table.pp > 1):
-        part = table.take(rows)
-        if part.rows:
-            most[rows] = _allocated(model, job, part)
-    communicators = device.communicator * _communicators(table)
-    return most + device.allocator_margin * most + communicators + float(device.context)
+    most = piecewise(table.pp > 1, table, lambda _, part: highest(reserved_terms(model, job, device, part)))
+    return most * (1 + device.allocator_margin) + beside_allocated(model, job, device, table)
 
 
-def _allocated(model: ModelSpec, job: Job, table: LayoutTable) -> Floats:
-    """``Ledger.allocated`` of the heaviest rank [B]; of rows that all have a pipeline, or all have none."""
-    most = np.zeros(table.rows)
-    for stage in stages(table, model.layers):
-        parameters, _, optimizer = _resting_state(model, job, table, stage)
-        allocated = parameters + optimizer + peak_bytes(model, job, table, stage)
-        np.maximum(most, np.where(stage.valid, allocated, 0.0), out=most)
+def beside_allocated(
+    model: ModelSpec,
+    job: Job,
+    device: Device,
+    table: LayoutTable,
+    ranks: Sequence["_RankState"] | None = None,
+) -> Floats:
+    """What a process takes of its device besides the caching allocator's memory [B]; ``NO_ROOM`` where more
+    is offloaded than its share of the host's memory holds."""
+    beside = communicator_bytes(device, table) + float(device.context)
+    if not table.offload.any():
+        return beside
+    return np.where(host_bytes(model, job, table, ranks) > device.host_memory, NO_ROOM, beside)
+
+
+def host_bytes(
+    model: ModelSpec, job: Job, table: LayoutTable, ranks: Sequence["_RankState"] | None = None
+) -> Floats:
+    """What a rank keeps in host memory at most [B]: optimizer state, saved tensors of its blocks."""
+    kinds = model_blocks(model, job, table)
+    tokens = table.micro_batch * job.seq / table.cp
+    most: Floats = np.zeros((1,) * table.pp.ndim)
+    for stage, _, optimizer in ranks or rank_states(model, job, table):
+        blocks = {"dense": stage.blocks - stage.expert_blocks, "experts": stage.expert_blocks}
+        saved = sum((blocks[kind] * own.saved_bytes for kind, own in kinds.items()), np.zeros(1))
+        kept = np.where(table.offload & 1, optimizer, 0.0)
+        kept = kept + np.where(table.offload & 2, stage.in_flight * saved * tokens, 0.0)
+        most = np.maximum(most, np.where(stage.valid, kept, 0.0))
     return most
 
 
-def _communicators(table: LayoutTable) -> Floats:
-    """Communicators that hold buffers: one for each axis of more than one rank, one for joined data axes."""
-    wide = np.zeros(table.rows)
-    for axis in MESH_ORDER:
-        wide += getattr(table, axis) > 1
-    return wide + ((table.dp_replicate > 1) & (table.shard > 1))
+class _RankState(NamedTuple):
+    """A pipeline rank, its parameters, and its optimizer state wherever that rests [B]."""
+
+    stage: Stage
+    parameters: Floats
+    optimizer: Floats
 
 
-def _resting_state(
-    model: ModelSpec, job: Job, table: LayoutTable, stage: Stage
+def rank_states(model: ModelSpec, job: Job, table: LayoutTable) -> list[_RankState]:
+    """Ranks that can be the heaviest, with their resting state."""
+    units = _state_units(model, job, table)
+    ranks = []
+    for stage in stages(table, model):
+        parameters, _, optimizer = _resting_state(model, units, table, stage)
+        ranks.append(_RankState(stage, parameters, optimizer))
+    return ranks
+
+
+def reserved_terms(
+    model: ModelSpec,
+    job: Job,
+    device: Device,
+    table: LayoutTable,
+    ranks: Sequence[_RankState] | None = None,
+) -> list[PeakTerm]:
+    """``Ledger.reserved`` of the heaviest rank, fragments left out, as the largest of these sums [B]; of rows
+    that all have a pipeline, or all have none."""
+    kinds, amounts = model_blocks(model, job, table), unit_amounts(model, job, table)
+    terms: list[PeakTerm] = []
+    for stage, parameters, optimizer in ranks or rank_states(model, job, table):
+        resting = parameters + _on_device(table, optimizer)
+        terms += peak_terms(model, job, table, stage, kinds, amounts, resting, pools=_has_pools(device))
+    return terms
+
+
+def _on_device(table: LayoutTable, optimizer: Floats) -> Floats:
+    """Optimizer state, unless it is offloaded."""
+    offloaded = table.offload & 1
+    return np.where(offloaded, 0.0, optimizer) if offloaded.any() else optimizer
+
+
+def highest(terms: Sequence[PeakTerm], shape: tuple[int, ...] | None = None) -> Floats:
+    """The largest of the sums, of ``shape`` if that is more than they broadcast to."""
+    if shape is None:
+        shape = np.broadcast_shapes(*(part.shape for term in terms for part in term))
+    most, other = np.empty(shape), np.empty(shape)
+    np.add(*terms[0], out=most)
+    for term in terms[1:]:
+        np.add(*term, out=other)
+        np.maximum(most, other, out=most)
+    return most
+
+
+class _StateUnits(NamedTuple):
+    """Bytes of one unit of each kind, and where a stage splits them."""
+
+    bytes_of: Mapping[str, UnitElements]
+    split: NDArray[np.bool_]
+
+
+def resting_state(
+    model: ModelSpec, job: Job, table: LayoutTable, stage: Stage, wanted: Callable[[Tensor], bool]
 ) -> tuple[Floats, Floats, Floats]:
-    """Parameters, gradients and optimizer state at the end of backward [B], on rank 0 of the shard axes."""
+    """What the ``wanted`` tensors have of a stage's parameters, gradients and optimizer state on the device
+    at the end of backward [B]."""
+    units = _state_units(model, job, table, wanted)
+    parameters, gradients, optimizer = _resting_state(model, units, table, stage)
+    return parameters, gradients, _on_device(table, optimizer)
+
+
+def _state_units(
+    model: ModelSpec, job: Job, table: LayoutTable, wanted: Callable[[Tensor], bool] = lambda tensor: True
+) -> list[_StateUnits]:
+    """Parameters, gradients and optimizer state of one unit, by the job's accounting."""
     row = accounting_row(job.accounting, job.precision)
 
+    def weight_bytes(tensor: Tensor) -> float:
+        return float(row.weight) if is_trained(job, tensor) else gathered_bytes(job, tensor)
+
+    def gradient_bytes(tensor: Tensor) -> float:
+        return float(row.gradient) if is_trained(job, tensor) else 0.0
+
     def optimizer_bytes(tensor: Tensor) -> float:
+        if not is_trained(job, tensor):
+            return 0.0
         return row.master + row.moment * optimizer_elements(job.optimizer, tensor, row.moment) / tensor.numel
 
     amounts = (
-        (lambda _: float(row.weight), row.weight_split_from),
-        (lambda _: float(row.gradient), row.gradient_split_from),
+        (weight_bytes, row.weight_split_from),
+        (gradient_bytes, row.gradient_split_from),
         (optimizer_bytes, row.optimizer_split_from),
     )
-    head = np.maximum(stage.head, stage.embedding) if model.tied_embeddings else stage.head
-    held = {EMBEDDING: stage.embedding, BLOCK: stage.blocks, HEAD: head}
+    weights = [_of(wanted, each) for each, _ in amounts]
+    found = weighted_elements(model, table, weights, job.adapters)
+    return [
+        _StateUnits(bytes_of, table.zero_stage >= split_from)
+        for bytes_of, (_, split_from) in zip(found, amounts, strict=True)
+    ]
+
+
+def _of(wanted: Callable[[Tensor], bool], weight: Callable[[Tensor], float]) -> Callable[[Tensor], float]:
+    return lambda tensor: weight(tensor) if wanted(tensor) else 0.0
+
+
+def _resting_state(
+    model: ModelSpec, units: Sequence[_StateUnits], table: LayoutTable, stage: Stage
+) -> tuple[Floats, Floats, Floats]:
+    """Parameters, gradients and optimizer state at the end of backward [B], on rank 0 of the shard axes and,
+    if it is offloaded, its host."""
+    held = _held_units(model, stage)
     result = []
-    for bytes_each, split_from in amounts:
-        units = unit_elements(model, table, bytes_each)
-        split = table.zero_stage >= split_from
-        result.append(
-            sum(
-                (held[kind] * np.where(split, u.shard, u.whole) for kind, u in units.items()),
-                np.zeros(table.rows),
-            )
-        )
+    for bytes_of, split in units:
+        total: Floats = np.zeros((1,) * table.pp.ndim)
+        for kind, unit in bytes_of.items():
+            if unit.whole.any():
+                total = total + held[kind] * np.where(split, unit.shard, unit.whole)
+        result.append(total)
     return result[0], result[1], result[2]
+
+
+def _held_units(model: ModelSpec, stage: Stage) -> dict[str, Floats]:
+    """Units of each kind on a pipeline rank."""
+    head = np.maximum(stage.head, stage.embedding) if model.tied_embeddings else stage.head
+    with_experts = stage.expert_blocks
+    return {
+        EMBEDDING: stage.embedding,
+        BLOCK: stage.blocks - with_experts,
+        EXPERT_BLOCK: with_experts,
+        EXPERTS: with_experts,
+        HEAD: head,
+    }

@@ -3,7 +3,7 @@
 check/ compares every number with an executed step.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from shardwright.job import Job
 from shardwright.model import ModelSpec
+from shardwright.plan.activations import BlockActivations, Kind
 from shardwright.plan.holdings import (
+    Amounts,
     BlockKinds,
     Held,
     Open,
@@ -21,16 +23,18 @@ from shardwright.plan.holdings import (
     block_kinds,
     gathered_parameters,
     merges_at_once,
+    pooled_gradients,
     rank_step,
     reduced_shards,
     reduces,
     reduction_buffers,
     resident,
     roles_of,
+    unit_amounts,
     waiting_gradients,
 )
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import Floats, LayoutTable
+from shardwright.plan.table import Floats, LayoutTable, added
 
 RUNNING_LOSS_BYTES = 8
 """The loss of earlier microbatches, fp64."""
@@ -41,26 +45,60 @@ def timeline(
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """Every moment of a step that can be the peak of a pipeline rank: its name, the rows that have it, and
     what is held."""
-    kinds = block_kinds(model, job, table)
-    step = rank_step(model, job, table, kinds, stage)
-    yield from _moments(step, roles_of(table), lambda role: _each_inside(step, role, kinds))
+    kinds, units = model_blocks(model, job, table), unit_amounts(model, job, table)
+    variants, saved_bytes = _variants(table, kinds, stage)
+    step = rank_step(model, job, table, units, saved_bytes, stage)
+    yield from _moments(step, roles_of(table), lambda role: _each_inside(step, role, variants))
 
 
-def peak_bytes(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage) -> Floats:
-    """The highest moment of ``timeline`` in every row [B], without its name and parts; for large tables."""
-    kinds = block_kinds(model, job, table)
-    step = rank_step(model, job, table, kinds, stage)
-    peak = np.zeros(table.rows)
-    plain = _worst_inside(step, np.zeros(table.rows, dtype=bool), kinds)
+class PeakTerm(NamedTuple):
+    """One moment in two parts: bytes that follow from how state is split, and those of a microbatch. The
+    peak is the largest sum; a row that has not the moment has minus infinity."""
+
+    state: Floats
+    activations: Floats
+
+
+def peak_terms(
+    model: ModelSpec,
+    job: Job,
+    table: LayoutTable,
+    stage: Stage,
+    kinds: Mapping[Kind, BlockKinds],
+    units: Mapping[str, Amounts],
+    resting: Floats,
+    *,
+    pools: bool,
+) -> Iterator[PeakTerm]:
+    """The moments of ``timeline`` without their names, the moments inside a block as one; for large tables.
+
+    ``resting``: parameters and optimizer state of the rank, which every moment has besides. ``pools``:
+    reduced gradients have their memory at every moment, see ``pooled_gradients``.
+    """
+    variants, saved_bytes = _variants(table, kinds, stage)
+    step = rank_step(model, job, table, units, saved_bytes, stage)
+    plain = _worst_inside(step, np.zeros_like(table.micro_batch, dtype=bool), variants)
 
     def worst(role: Role) -> list[_Inside]:
         merges = merges_at_once(step, role)
-        return [_worst_inside(step, merges, kinds) if merges.any() else plain]
+        return [_worst_inside(step, merges, variants) if merges.any() else plain]
 
     present = [role for role in roles_of(table) if role.valid.any()]
-    for _, valid, held in _moments(step, present, worst):
-        np.maximum(peak, np.where(valid, held.total, 0.0), out=peak)
-    return peak
+    pool = pooled_gradients(step)
+    for name, valid, held in _moments(step, present, worst):
+        if name.endswith("head backward") and not (stage.head > 0).any():
+            continue  # what is there of it is in the last layer's moment as well
+        activations = added(held.activations, held.logits)
+        there = valid & stage.valid
+        if not there.all():
+            activations = np.where(there, activations, -np.inf)
+        gradients = pool if pools else held.gradients
+        yield PeakTerm(added(resting, gradients, held.gathered), activations)
+
+
+def model_blocks(model: ModelSpec, job: Job, table: LayoutTable) -> dict[Kind, BlockKinds]:
+    """Activations of the kinds of blocks that a model has."""
+    return {kind: block_kinds(model, job, table, kind) for kind in model.block_kinds}
 
 
 class _Inside(NamedTuple):
@@ -72,31 +110,64 @@ class _Inside(NamedTuple):
     fresh: Floats | float  # bytes of weight gradients
 
 
-def _each_inside(step: RankStep, role: Role, kinds: BlockKinds) -> Iterator[_Inside]:
+class _Variant(NamedTuple):
+    """Blocks of one kind, recomputed or not, and the rows whose rank has them."""
+
+    kinds: list[BlockActivations]
+    moments: Floats
+    row: NDArray[np.intp]
+    valid: NDArray[np.bool_]
+
+
+def _variants(
+    table: LayoutTable, kinds: Mapping[Kind, BlockKinds], stage: Stage
+) -> tuple[list[_Variant], Floats]:
+    """Blocks that a rank may have, and what one of them keeps for each token, the mean [B].
+
+    Of a rank with both kinds only the blocks with experts are looked at for the peak: theirs is higher.
+    """
+    some = table.recompute_every > 1
+    variants: list[_Variant] = []
+    saved: Floats = np.zeros((1,) * table.micro_batch.ndim)
+    dense = stage.blocks - stage.expert_blocks
+    for kind, blocks in zip(kinds, (dense, stage.expert_blocks), strict=False):
+        own = kinds[kind]
+        looked_at = np.ones((1,) * table.pp.ndim, dtype=bool)  # small: what it joins grows to its shape
+        if len(kinds) > 1:
+            looked_at = (blocks > 0) & ((kind == "experts") | (blocks == stage.blocks))
+        variants.append(_Variant(own.kinds, own.moments, own.row, looked_at))
+        if some.any():
+            variants.append(_Variant(own.kinds, own.moments, own.plain, looked_at & some))
+        share = 1.0 if len(kinds) == 1 else blocks / stage.blocks
+        saved = saved + share * own.saved_bytes
+    return variants, saved
+
+
+def _each_inside(step: RankStep, role: Role, variants: list[_Variant]) -> Iterator[_Inside]:
     """Every moment inside a block, of every way of splitting and recomputing it."""
     merges = merges_at_once(step, role)
-    for kind, activations in enumerate(kinds.kinds):
-        rows = kinds.row == kind
-        for moment in activations.moments:
-            fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
-            yield _Inside(moment.name, rows, moment.token_bytes, fresh)
+    for variant in variants:
+        for kind, activations in enumerate(variant.kinds):
+            rows = (variant.row == kind) & variant.valid
+            for moment in activations.moments:
+                fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
+                yield _Inside(moment.name, rows, moment.token_bytes, fresh)
 
 
-def _worst_inside(step: RankStep, merges: NDArray[np.bool_], kinds: BlockKinds) -> _Inside:
+def _worst_inside(step: RankStep, merges: NDArray[np.bool_], variants: list[_Variant]) -> _Inside:
     """The largest moment inside a block, row by row; where gradients merge, only the last made counts."""
-    count = max(len(kind.moments) for kind in kinds.kinds)
-    padded = [kind.moments + kind.moments[-1:] * (count - len(kind.moments)) for kind in kinds.kinds]
-    numbers = np.array([[moment[1:] for moment in moments] for moments in padded])  # kind, moment, 3 amounts
-    token_bytes, fresh = np.zeros(step.table.rows), np.zeros(step.table.rows)
-    most = np.full(step.table.rows, -1.0)
-    for moment in range(count):
-        tokens, made, alone = numbers[kinds.row, moment].T
-        made = np.where(merges, alone, made)
-        total = step.tokens * tokens + made
-        larger = total > most
-        token_bytes, fresh = np.where(larger, tokens, token_bytes), np.where(larger, made, fresh)
-        most = np.where(larger, total, most)
-    return _Inside("backward", np.ones(step.table.rows, dtype=bool), token_bytes, fresh)
+    token_bytes: Floats | float = 0.0
+    fresh: Floats | float = 0.0
+    most: Floats | float = -1.0
+    for variant in variants:
+        for moment in range(variant.moments.shape[1]):
+            tokens, made, alone = (variant.moments[:, moment, part][variant.row] for part in range(3))
+            made = np.where(merges, alone, made)
+            total = step.tokens * tokens + made
+            larger = (total > most) & variant.valid
+            token_bytes, fresh = np.where(larger, tokens, token_bytes), np.where(larger, made, fresh)
+            most = np.where(larger, total, most)
+    return _Inside("backward", np.ones_like(step.table.pp, dtype=bool), token_bytes, fresh)
 
 
 def _moments(
@@ -116,12 +187,12 @@ def _in_a_pipeline(
     step: RankStep, role: Role, inside: list[_Inside]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """Parameters and gradients are whole all the time, so that the highest moment is where a microbatch has
-    most: at the head, or in the last block; or where the reductions begin."""
-    every = np.ones(step.table.rows, dtype=bool)
+    most: at the head, or in the last block; or where the reductions begin. Past a block nothing is reduced:
+    less is held than in it."""
+    every = np.ones_like(step.table.pp, dtype=bool)
     yield "head backward", every, _head_backward(step, role)
     for moment in inside:
         yield f"last layer, {moment.name}", moment.valid, _in_block(step, role, step.layers - 1, moment)
-    yield "last layer, gradients reduced", every, _block_reduced(step, role, step.layers - 1)
     yield "all gradients reduced", every, _schedule_through(step, role)
 
 
@@ -129,13 +200,13 @@ def _alone(
     forward: RankStep, step: RankStep, role: Role, inside: list[_Inside]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """The moments of a rank that holds all layers, ``forward`` before there is a loss."""
-    every, stage3 = np.ones(step.table.rows, dtype=bool), step.table.zero_stage == 3
+    every, stage3 = np.ones_like(step.table.pp, dtype=bool), step.table.zero_stage == 3
     top = step.layers - 1
     positions = {
         "last layer": top,
         "layer before the last": np.maximum(top - 1, 0),
         "layer 1": np.minimum(top, 1),
-        "first layer": np.zeros(step.table.rows),
+        "first layer": np.zeros_like(step.layers),
     }
     gathers = (role.first | stage3) & (step.table.shard > 1)
     yield "first layer gathered", gathers, _block_gathered(forward, role, positions["first layer"])
@@ -161,14 +232,14 @@ def _block_gathered(step: RankStep, role: Role, blocks: Floats) -> Held:
     of the unit before it is still held."""
     opening = step.head.gathered if step.tied else step.embedding.gathered
     before = np.where(blocks > 0, step.block.gathered, opening)
-    resident = opening + blocks * step.block.gathered
+    resident = opening + blocks * step.mean.gathered
     return _gathering(step, role, blocks, resident, 2 * step.block.gathered + before)
 
 
 def _head_gathered(step: RankStep, role: Role) -> Held:
     """The same for the head; a tied one was gathered for the embedding."""
     opening = step.head.gathered if step.tied else step.embedding.gathered
-    resident = opening + step.layers * step.block.gathered
+    resident = opening + step.layers * step.mean.gathered
     head = 0.0 if step.tied else 2 * step.head.gathered
     return _gathering(step, role, step.layers, resident, head + step.block.gathered)
 
@@ -176,8 +247,8 @@ def _head_gathered(step: RankStep, role: Role) -> Held:
 def _gathering(step: RankStep, role: Role, blocks: Floats, resident: Floats, buffers: Floats) -> Held:
     kept = np.where(step.table.zero_stage == 3, step.head.gathered if step.tied else 0.0, resident)
     shards = np.where(role.older, reduced_shards(step, role, Open(step.layers, True)), 0.0)
-    activations = blocks * step.saved + step.tokens * step.residual + step.inputs
-    return Held(shards, activations, np.zeros(step.table.rows), kept + buffers)
+    activations = step.kept(blocks) + step.tokens * step.residual + step.inputs
+    return Held(shards, activations, np.zeros_like(step.layers), kept + buffers)
 
 
 def _prefetched(step: RankStep) -> Floats:
@@ -189,20 +260,20 @@ def _head_backward(step: RankStep, role: Role) -> Held:
     still = Open(step.layers, True)
     gathered = gathered_parameters(step, role, still, step.head.gathered + _prefetched(step))
     vectors = np.where(step.vocab > 0, step.residual + 2 * step.normed + step.rstd, step.residual)
-    activations = step.layers * step.saved + step.tokens * vectors + step.inputs
+    activations = step.kept(step.layers) + step.tokens * vectors + step.inputs
     gradient = 0.0 if step.tied else np.maximum(step.head.fresh - step.normed, 0.0)  # the norm's comes after
     gathered = gathered + waiting_gradients(step, role, still) + gradient
     activations = activations + step.tied_gradient
-    return Held(reduced_shards(step, role, still), activations, step.tokens * step.vocab, gathered)
+    return Held(reduced_shards(step, role, still), activations, step.loss_tokens * step.vocab, gathered)
 
 
 def _head_reduced(step: RankStep, role: Role) -> Held:
     before, after = Open(step.layers, True), Open(step.layers, False)
     gathered = gathered_parameters(step, role, after, _prefetched(step))
     waiting = waiting_gradients(step, role, after if role.last else before)
-    activations = step.layers * step.saved + step.tokens * step.residual + step.inputs
+    activations = step.kept(step.layers) + step.tokens * step.residual + step.inputs
     gathered = gathered + waiting + reduction_buffers(step, role, step.head)
-    return Held(reduced_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
+    return Held(reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered)
 
 
 def _in_block(step: RankStep, role: Role, layer: Floats, moment: _Inside) -> Held:
@@ -213,19 +284,21 @@ def _in_block(step: RankStep, role: Role, layer: Floats, moment: _Inside) -> Hel
     stage3 = step.block.gathered * np.where(layer > 0, 2, 1) + (step.head.gathered if step.tied else 0.0)
     gathered = gathered_parameters(step, role, still, stage3) + waiting_gradients(step, role, still)
     gathered = gathered + buffer + moment.fresh
-    activations = layer * step.saved + step.tokens * moment.token_bytes + step.inputs + step.tied_gradient
-    return Held(reduced_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
+    activations = step.kept(layer) + step.tokens * moment.token_bytes + step.inputs + step.tied_gradient
+    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
 
 
 def _first_block_copied_out(step: RankStep, role: Role) -> Held:
     """Stage 3, before the first block's backward: its parameters and the buffer they came in. Every other
     block prefetches one more behind itself, which its own backward passes hold as well."""
-    still = Open(np.ones(step.table.rows), step.tied)
+    still = Open(np.ones_like(step.layers), step.tied)
     after_head = 0.0 if step.tied else step.head.reduce_input
     buffer = np.where(step.layers > 1, step.block.reduce_input, after_head)
     gathered = 2 * step.block.gathered + buffer + (step.head.gathered if step.tied else 0.0)
-    activations = step.saved + step.tokens * step.residual + step.inputs + step.tied_gradient
-    return Held(reduced_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
+    activations = (
+        step.kept(np.ones_like(step.layers)) + step.tokens * step.residual + step.inputs + step.tied_gradient
+    )
+    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
 
 
 def _block_reduced(step: RankStep, role: Role, layer: Floats) -> Held:
@@ -236,14 +309,14 @@ def _block_reduced(step: RankStep, role: Role, layer: Floats) -> Held:
     )
     gathered = gathered + reduction_buffers(step, role, step.block)
     inputs = step.inputs - np.where(layer > 0, 0.0, step.tables)
-    activations = layer * step.saved + step.tokens * step.residual + inputs + step.tied_gradient
-    return Held(reduced_shards(step, role, before), activations, np.zeros(step.table.rows), gathered)
+    activations = step.kept(layer) + step.tokens * step.residual + inputs + step.tied_gradient
+    return Held(reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered)
 
 
 def _embedding_backward(step: RankStep, role: Role) -> Held:
-    still = Open(np.zeros(step.table.rows), step.tied)
+    still = Open(np.zeros_like(step.layers), step.tied)
     buffer = np.where(reduces(step, role), step.block.reduce_input, 0.0)
-    stage3 = step.head.gathered if step.tied else np.zeros(step.table.rows)
+    stage3 = step.head.gathered if step.tied else np.zeros_like(step.layers)
     gathered = gathered_parameters(step, role, still, stage3) + waiting_gradients(step, role, still) + buffer
     if not step.tied:
         gathered = gathered + step.embedding.fresh
@@ -252,19 +325,19 @@ def _embedding_backward(step: RankStep, role: Role) -> Held:
     summed = source < step.tied_gradient
     activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids + step.others
     gathered = gathered + np.where(summed, step.tied_gradient, 0.0)
-    return Held(reduced_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
+    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
 
 
 def _last_reduced(step: RankStep, role: Role) -> Held:
-    still = Open(np.zeros(step.table.rows), step.tied)
+    still = Open(np.zeros_like(step.layers), step.tied)
     unit = step.head if step.tied else step.embedding
-    kept = np.zeros(step.table.rows)
+    kept = np.zeros_like(step.layers)
     if not role.last:
         kept = np.where(step.table.zero_stage <= 2, resident(step, role, still), 0.0)
         kept = kept + waiting_gradients(step, role, still)
     gathered = kept + reduction_buffers(step, role, unit)
     activations = step.ids + step.others
-    return Held(reduced_shards(step, role, still), activations, np.zeros(step.table.rows), gathered)
+    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
 
 
 def _schedule_through(step: RankStep, role: Role) -> Held:
@@ -274,5 +347,5 @@ def _schedule_through(step: RankStep, role: Role) -> Held:
         step.block.reduce_input, np.maximum(step.head.reduce_input, step.embedding.reduce_input)
     )
     gathered = resident(step, role, still) + waiting_gradients(step, role, still) + largest
-    none = np.zeros(step.table.rows)
+    none = np.zeros_like(step.layers)
     return Held(none, step.ids, none, gathered)

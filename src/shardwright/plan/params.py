@@ -5,22 +5,27 @@ Counts, shards, FSDP units, memory and traffic are all read from this one table.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.job import Adapters
 from shardwright.model import ModelSpec, Moe
 from shardwright.plan.names import Matrices, Naming, attention_matrices, naming
 
 Role = Literal[
     "embedding", "position", "norm", "attention", "feed_forward", "router", "expert", "shared_expert", "head",
-    "mtp",
+    "mtp", "adapter",
 ]  # fmt: skip
 
 EMBEDDING, BLOCK, HEAD, ROOT = "embedding", "block", "head", "root"
 """Kinds of FSDP unit. ROOT stands for the whole model wrapped at once, which the runtime refuses to do."""
+
+
+NO_ADAPTERS = Adapters()
 
 
 @dataclass(frozen=True)
@@ -120,15 +125,16 @@ class ParameterTable:
                 yield from unit.tensors
 
 
-def parameter_table(model: ModelSpec) -> ParameterTable:
-    """Build the table of a model of a known family.
+@cache
+def parameter_table(model: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> ParameterTable:
+    """Build the table of a model of a known family, with its adapters if it has any.
 
     Embedding with learned positions, each block, and final norm with head are units of their own; a tied
     embedding, being the head too, is in the last unit.
 
     Source: transformers modeling_*.py of each family.
     """
-    blocks = tuple(_block(model, layers) for layers in _layers_by_shape(model))
+    blocks = tuple(_block(model, layers, adapters) for layers in _layers_by_shape(model))
     first, last = _ends(model, naming(model))
     ends = Unit(EMBEDDING, 1, first) if first else None, Unit(HEAD, 1, last)
     return ParameterTable(tuple(unit for unit in (ends[0], *blocks, ends[1]) if unit), model.layers)
@@ -237,7 +243,7 @@ def _layers_by_shape(model: ModelSpec) -> list[tuple[int, ...]]:
     return sorted((layers for layers in kinds if layers), key=lambda layers: layers[0])
 
 
-def _block(model: ModelSpec, layers: tuple[int, ...]) -> Unit:
+def _block(model: ModelSpec, layers: tuple[int, ...], adapters: Adapters) -> Unit:
     names = naming(model)
     prefix = f"{names.stem}.{layers[0]}."
     norms = iter(names.block_norms(model))
@@ -254,7 +260,66 @@ def _block(model: ModelSpec, layers: tuple[int, ...]) -> Unit:
         else:
             width, path = model.ffn, prefix + names.feed_forward
             tensors += _matrices(model, names, path, names.matrices, "feed_forward", width)
+    tensors += _adapters(model, names, tensors, prefix, adapters)
     return Unit(BLOCK, len(layers), tuple(tensors), layers, names.stem)
+
+
+ADAPTED: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("query", "key", "value"),
+    "gate_up": ("gate", "up"),
+    "query_up": ("query",),
+    "key_up": ("key", "value"),
+    "mla_out": ("out",),
+}
+"""Targets that stand for a matrix, where it is not called as they are."""
+
+
+def _adapters(
+    model: ModelSpec, names: Naming, tensors: list[Tensor], prefix: str, adapters: Adapters
+) -> Iterator[Tensor]:
+    """Adapters of a block: A (rank x inputs) and B (outputs x rank). tp splits them as their matrix.
+
+    Source: Hu et al. 2021, arXiv:2106.09685; names as in huggingface/peft.
+    """
+    kinds = {
+        prefix + path + name: kind
+        for path, matrices in (
+            (names.attention, attention_matrices(model)),
+            (names.feed_forward, names.matrices),
+            (f"{names.feed_forward}{names.shared}.", names.matrices),
+        )
+        for kind, name in matrices
+    }
+    for tensor in tensors:
+        name = tensor.name.removesuffix(".weight")
+        kind = kinds.get(name, "")
+        if not adapters.rank or len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
+            continue
+        if not set(ADAPTED.get(kind, (kind,))) & set(adapters.targets):
+            continue
+        rows, columns = reversed(tensor.shape) if names.transposed else tensor.shape
+        dim = tensor.splits.get("tp")
+        out_dim = dim if dim is None or not names.transposed else 1 - dim
+        a = _splits(tp=1 if out_dim == 1 else None), _splits(tp=0 if out_dim == 0 else None)
+        yield Tensor(f"{name}.lora_A.weight", (adapters.rank, columns), "adapter", a[0])
+        yield Tensor(f"{name}.lora_B.weight", (rows, adapters.rank), "adapter", a[1])
+    for tensor in tensors:
+        if tensor.role == "expert" and len(tensor.shape) == 3 and adapters.rank:
+            yield from _expert_adapters(tensor, names, adapters)
+
+
+def _expert_adapters(tensor: Tensor, names: Naming, adapters: Adapters) -> Iterator[Tensor]:
+    """Adapters of every expert, stacked as the experts are."""
+    experts, rows, columns = tensor.shape
+    kinds = ("gate", "up") if "gate_up" in tensor.name else ("down",)
+    if not set(kinds) & set(adapters.targets):
+        return
+    split = tensor.splits["tp"]
+    if names.transposed_experts:
+        rows, columns, split = columns, rows, 3 - split
+    a = _splits(tp=2 if split == 2 else None, ep=0), _splits(tp=1 if split == 1 else None, ep=0)
+    yield Tensor(f"{tensor.name}.lora_A", (experts, adapters.rank, columns), "adapter", a[0])
+    yield Tensor(f"{tensor.name}.lora_B", (experts, rows, adapters.rank), "adapter", a[1])
 
 
 def _attention(model: ModelSpec, names: Naming, path: str) -> Iterator[Tensor]:

@@ -216,25 +216,28 @@ SCHEDULES = {
 """Names are those of torch's classes, without ``Schedule``, and of the papers."""
 
 FAULTS = ("", "wrong_chunks", "too_few_microbatches", "unequal_rounds", "odd_ranks", "odd_microbatches")
-"""Reasons of ``order_fault``; the first means none."""
+"""Reasons of ``order_fault``; the first means none, and of several the first counts."""
+_WRONG_CHUNKS, _TOO_FEW, _UNEQUAL_ROUNDS, _ODD_RANKS, _ODD_MICROBATCHES = range(1, len(FAULTS))
 
 
 def order_fault(schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike) -> Ints:
     """Why the schedule has no such order: an index of ``FAULTS``, 0 if it has one. All broadcast.
 
+    Schedule none has no rule.
+
     Source: the constructors of torch 2.13's classes; ``step`` of DualPipe.
     """
+    fault: Ints = np.zeros((), dtype=np.int64)
+    if schedule == "none":
+        return fault
     row = SCHEDULES[schedule]
-    p, v, m = np.broadcast_arrays(ranks, chunks, microbatches)
-    two = row.pipelines == 2
-    conditions = [
-        (v < 1) | ((v != row.chunks) & (row.chunks > 0)),
-        (m < 1) | (m < row.fewest * p),
-        (m % np.maximum(m // p, 1) != 0) & row.equal_rounds,
-        (p % 2 != 0) & two,
-        (m % 2 != 0) & two,
-    ]
-    return np.select(conditions, range(1, len(FAULTS)), 0)
+    p, v, m = (np.asarray(column) for column in (ranks, chunks, microbatches))
+    if row.pipelines == 2:
+        fault = np.where(p % 2 != 0, _ODD_RANKS, np.where(m % 2 != 0, _ODD_MICROBATCHES, fault))
+    if row.equal_rounds:
+        fault = np.where(m % np.maximum(m // p, 1) != 0, _UNEQUAL_ROUNDS, fault)
+    fault = np.where(m < np.maximum(row.fewest * p, 1), _TOO_FEW, fault)
+    return np.where(v != row.chunks if row.chunks else v < 1, _WRONG_CHUNKS, fault)
 
 
 def why_not(schedule: str, ranks: int, chunks: int, microbatches: int) -> str | None:
@@ -266,7 +269,7 @@ def stage_ranks(schedule: str, ranks: int, chunks: int) -> Ints:
     return np.where((turn % 2 == 1) & row.v_shape, ranks - 1 - place, place)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=48)
 def build_order(schedule: str, ranks: int, chunks: int, microbatches: int) -> Order:
     """The order of a schedule.
 

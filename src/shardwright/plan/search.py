@@ -1,8 +1,14 @@
-"""Search: every layout of a job as one table, infeasible rows masked with a reason, the rest ranked."""
+"""Search: every layout of a job, infeasible ones counted with a reason, the rest ranked.
+
+Layouts come as grids (plan/space.py). First those without offload and with the loss in one part; then the
+others, where the same layout without them is faster than the best that fits: offload and parts of the loss
+save memory and never time. Time is worked out first, and memory only of what is not much slower than the
+best.
+"""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,55 +16,95 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.errors import NothingFitsError
 from shardwright.job import Job
-from shardwright.layout import CONTEXT_KINDS, RECOMPUTE_KINDS, SCHEDULE_NAMES, Layout, batches_that_work
+from shardwright.layout import Layout, batches_that_work
 from shardwright.model import ModelSpec
-from shardwright.plan.memory import Ledger, device_memory, memory_ledger
-from shardwright.plan.schedule import order_fault
-from shardwright.plan.space import search_space
-from shardwright.plan.step import step_time
+from shardwright.plan.columns import choices
+from shardwright.plan.evaluate import (
+    Evaluated,
+    Timed,
+    evaluate,
+    least,
+    least_memory,
+    of_microbatches,
+    whole_step,
+)
+from shardwright.plan.memory import Ledger, memory_ledger
+from shardwright.plan.pipeline import simulated_times
+from shardwright.plan.placement import shared_routes
+from shardwright.plan.space import BATCH, INNER, MEMORY, Grid, Space, search_space
 from shardwright.plan.table import Floats, LayoutTable
+from shardwright.plan.tally import Kept, Tally, joined, runnable_rows
 from shardwright.units import format_bytes
 
-FITS, FEWER_SAMPLES, GLOBAL_BATCH, CONSTRAINT, SCHEDULE, MEMORY = range(6)
-REASONS = ("fits", "fewer_samples_than_ranks", "global_batch", "constraint", "schedule", "out_of_memory")
-"""Why a row is out, by code; the first that applies counts."""
+REASONS = ("fewer_samples_than_ranks", "global_batch", "constraint", "schedule", "out_of_memory")
+"""Why a layout is out; the first that applies counts."""
 
+FEWER_SAMPLES, GLOBAL_BATCH, CONSTRAINT, SCHEDULE, MEMORY_REASON = REASONS
 
-CHUNK_ROWS = 16_384
-"""Rows evaluated at once: above it columns fall out of the caches, below it numpy's calls dominate."""
+KEEP = 10_000
+"""Layouts kept of those that fit, the fastest."""
+
+SLOWEST = 1.15
+"""Layouts that take so many times the best's step are passed over."""
+
+FINALISTS = 32
+"""Layouts whose pipelines are simulated at a time: the closed forms that rank all are of equal stages."""
+
+FRONT = 8
+"""Fastest layouts of which all pipelines are simulated in the end, but for ``ROUNDS``."""
+
+ROUNDS = 6
+"""Times that layouts are simulated at most."""
+
+PIECE_ROWS = 8_000_000
+"""Layouts of a piece of a grid at most: its largest columns then take some megabytes."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The table, the reason of every row, and the evaluated rows.
+    """Counts of the whole space, and the layouts worth a look.
 
-    ``rows`` maps the evaluated rows back to the table; ``device`` (bytes of a device) and ``time`` (s of a
-    step) have one entry for each of them, and ``best`` indexes these: runnable rows first, then by time.
+    ``best`` indexes those of ``kept`` that fit: runnable ones first, then by time. ``pruned`` layouts are
+    slower than the best and were not evaluated. ``misses`` are the nearest and the farthest of what does not
+    fit.
     """
 
-    table: LayoutTable
+    kept: Kept
     layers: int
-    reason: NDArray[np.int64]
-    rows: NDArray[np.intp]
-    device: Floats
-    time: Floats
+    considered: int
+    evaluated: int
+    pruned: int
+    feasible: int
+    feasible_runnable: int
+    rejected: Mapping[str, int]
     best: NDArray[np.intp]
+    misses: Kept
+    limit: float
     search_time: float
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def rejected(self) -> dict[str, int]:
-        """Rows by the reason they are out."""
-        counts = np.bincount(self.reason, minlength=len(REASONS))
-        return {REASONS[code]: int(n) for code, n in enumerate(counts) if n and code != FITS}
+    def table(self) -> LayoutTable:
+        """Of the kept layouts."""
+        return self.kept.table
 
-    def evaluated(self, rows: Sequence[int] | NDArray[np.intp]) -> LayoutTable:
-        """The table of some evaluated rows."""
-        return self.table.take(self.rows[np.asarray(rows, dtype=np.intp)]).wide()
+    @property
+    def device(self) -> Floats:
+        """Of the kept layouts."""
+        return self.kept.device
+
+    @property
+    def time(self) -> Floats:
+        """Of the kept layouts."""
+        return self.kept.time
+
+    def rows(self, rows: Sequence[int] | NDArray[np.intp]) -> LayoutTable:
+        """The table of some kept layouts."""
+        return self.table.take(np.asarray(rows, dtype=np.intp))
 
     def layout(self, row: int) -> Layout:
-        """One evaluated row."""
-        return self.table.layout(int(self.rows[row]), self.layers)
+        """One kept layout."""
+        return self.table.layout(row, self.layers)
 
 
 def search(
@@ -67,138 +113,259 @@ def search(
     cluster: Cluster,
     fixed: Mapping[str, Sequence[int]] | None = None,
     max_memory: float | None = None,
+    *,
+    keep: int = KEEP,
+    exhaustive: bool = False,
 ) -> SearchResult:
     """Evaluate memory and time of every layout that keeps the job's batch and the user's wishes.
 
     ``fixed``: allowed values of columns of the table. ``max_memory``: bytes of a device to use at most.
+    ``exhaustive`` evaluates what cannot be faster too, and keeps all, what does not fit among them.
     """
     start = time.perf_counter()
-    table = search_space(model, job, cluster.ranks)
-    reason = _reasons(job, table, fixed or {})
-    rows = np.flatnonzero(reason == FITS)
-    device, seconds = np.empty(len(rows)), np.empty(len(rows))
-    for first in range(0, len(rows), CHUNK_ROWS):
-        part = slice(first, first + CHUNK_ROWS)
-        chunk = table.take(rows[part]).wide()
-        device[part] = device_memory(model, job, cluster.device, chunk)
-        seconds[part] = step_time(model, job, cluster, chunk).time
+    space = search_space(model, job, cluster.ranks, fixed)
     limit = min(cluster.device.memory, max_memory or np.inf)
-    too_large = device > limit
-    reason[rows[too_large]] = MEMORY
-    fitting = np.flatnonzero(~too_large)
-    modelled = ~runnable_rows(table.take(rows[fitting]))
-    best = fitting[np.lexsort((device[fitting], seconds[fitting], modelled))]
-    notes = _notes(job, cluster, table, reason) | _constraint_note(table, reason, fixed or {})
-    result = SearchResult(table, model.layers, reason, rows, device, seconds, best, 0.0, notes)
-    if too_large.any():
-        notes[REASONS[MEMORY]] = _memory_note(model, job, cluster, result, limit)
-    return replace(result, search_time=time.perf_counter() - start)
+    tally = Tally(keep, exhaustive, limit)
+    grids, wanted = _wanted(job, space, fixed or {})
+    unordered = sum(grid.rows - grid.ordered_rows for grid in grids)
+    _evaluate_all(model, job, cluster, grids, tally)
+    pruned = wanted - unordered - tally.evaluated - tally.too_large
+    kept = tally.kept()
+    best = _ranked(kept, limit)
+    if not exhaustive:
+        kept = _finals(model, job, cluster, kept, limit)
+        best = _ranked(kept, limit)
+    counts = {
+        FEWER_SAMPLES: sum(dp > job.global_batch for dp in space.unshared),
+        GLOBAL_BATCH: sum(dp <= job.global_batch for dp in space.unshared),
+        CONSTRAINT: sum(grid.rows for grid in space.grids) - wanted,
+        SCHEDULE: unordered,
+        MEMORY_REASON: tally.out_of_memory,
+    }
+    rejected = {name: count for name, count in counts.items() if count}
+    notes = _notes(job, cluster, space, rejected) | _constraint_note(space, rejected, fixed or {}, wanted)
+    return SearchResult(
+        kept=kept, layers=model.layers, considered=space.rows, evaluated=tally.evaluated, pruned=pruned,
+        feasible=tally.feasible, feasible_runnable=tally.feasible_runnable, rejected=rejected, best=best,
+        misses=joined(tally.misses), limit=limit, search_time=time.perf_counter() - start, notes=notes,
+    )  # fmt: skip
 
 
-def _reasons(job: Job, table: LayoutTable, fixed: Mapping[str, Sequence[int]]) -> NDArray[np.int64]:
-    """Why each row is out before anything is evaluated; FITS where it is not."""
-    reason = np.full(table.rows, FITS, dtype=np.int64)
-    _mask(reason, table.dp > job.global_batch, FEWER_SAMPLES)
-    reaches = table.dp * table.micro_batch * table.microbatches == job.global_batch
-    _mask(reason, ~reaches, GLOBAL_BATCH)
-    for column, allowed in fixed.items():
-        _mask(reason, ~np.isin(getattr(table, column), list(allowed)), CONSTRAINT)
-    piped = reason == FITS
-    piped[piped] = table.pp[piped] > 1
-    for code in np.unique(table.schedule[piped]):
-        mine = piped & (table.schedule == code)
-        part = table.take(mine)
-        out = order_fault(SCHEDULE_NAMES[code], part.pp, part.chunks, part.microbatches) > 0
-        reason[np.flatnonzero(mine)[out]] = SCHEDULE
-    return reason
+def _ranked(kept: Kept, limit: float) -> NDArray[np.intp]:
+    """What fits: runnable first, then by time, by memory, and the order of the mesh that is usual."""
+    fitting = np.flatnonzero(kept.device <= limit)
+    table = kept.table.take(fitting)
+    keys = (table.order, kept.device[fitting], kept.time[fitting], ~runnable_rows(table))
+    return fitting[np.lexsort(keys)]
 
 
-def runnable_rows(table: LayoutTable) -> NDArray[np.bool_]:
-    """Rows that the runtime can execute, as far as the layout decides it."""
-    return np.asarray((table.pp == 1) & (table.cp == 1) & (table.tp == 1))
+def _finals(model: ModelSpec, job: Job, cluster: Cluster, kept: Kept, limit: float) -> Kept:
+    """The same with the pipelines of the fastest simulated action by action, of those that run and of all;
+    again for those that come to the front thereby."""
+    time, known = kept.time.copy(), kept.table.pp == 1
+    for _ in range(ROUNDS):
+        best = _ranked(Kept(kept.table, kept.device, time), limit)
+        runs = runnable_rows(kept.table.take(best))
+        fastest = best[np.argsort(time[best], kind="stable")]
+        front = np.union1d(best[runs][:FRONT], fastest[:FRONT])
+        if known[front].all():
+            break
+        unknown = fastest[~known[fastest]][:FINALISTS]
+        layouts = [kept.table.layout(int(row), model.layers) for row in unknown]
+        time[unknown] = simulated_times(model, job, cluster, layouts)
+        known[unknown] = True
+    return Kept(kept.table, kept.device, time)
 
 
-def check_found(result: SearchResult) -> None:
+def _wanted(job: Job, space: Space, fixed: Mapping[str, Sequence[int]]) -> tuple[list[Grid], int]:
+    """The grids with what the user has fixed, and how many layouts they have."""
+    grids = []
+    for grid in space.grids:
+        part: Grid | None = grid
+        for column, allowed in fixed.items():
+            part = part.restricted(column, allowed) if part is not None else None
+        if part is not None and part.rows:
+            grids.append(part)
+    return grids, sum(grid.rows for grid in grids)
+
+
+def plain_grids(model: ModelSpec, job: Job, ranks: int) -> Iterator[Grid]:
+    """The space of a job without offload and with the loss whole, in pieces."""
+    for grid in search_space(model, job, ranks).grids:
+        for piece in _pieces(grid):
+            plain, _ = _plain_and_other(piece)
+            if plain is not None:
+                yield plain
+
+
+def _plain_and_other(grid: Grid) -> tuple[Grid | None, Grid | None]:
+    """The part without offload and with the loss whole, and the rest."""
+    plain = ((grid.table.offload == 0) & (grid.table.loss_chunks == 1)).reshape(-1)
+    parts = (np.flatnonzero(mask) for mask in (plain, ~plain))
+    one, other = (grid.along(MEMORY, part) if len(part) else None for part in parts)
+    return one, other
+
+
+def _evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[Grid], tally: Tally) -> None:
+    """Evaluate the plain layouts of all grids, then what of the others can be faster than the best."""
+    pieces = [piece for grid in grids for piece in _pieces(grid)]
+    parts = [_plain_and_other(piece) for piece in pieces]
+    plain = [piece if one is None else one for piece, (one, _) in zip(pieces, parts, strict=True)]
+    routes = shared_routes(cluster, [grid.table for grid in plain]) if plain else []
+    every = [least(model, job, cluster, grid, ways) for grid, ways in zip(plain, routes, strict=True)]
+    order = sorted(range(len(every)), key=lambda n: _promise(every[n]))
+    waiting: list[tuple[Grid, Timed]] = []
+    for n in order:  # what the first reach puts others out
+        left = _evaluate(model, job, cluster, every[n], tally, SLOWEST)
+        one, other = parts[n]
+        if one is not None and other is not None and left is not None:
+            waiting.append((other, left))
+    for other, left in sorted(waiting, key=lambda pair: float(pair[1].floors()[INNER].min())):
+        below = _to_beat(other, tally)
+        worth = left.pruned(below)
+        if worth is not None:
+            for axis in range(MEMORY):
+                other = other.along(axis, worth.places[axis])
+            _evaluate(model, job, cluster, least(model, job, cluster, other, worth.routes), tally, 1.0)
+
+
+def _with_room(grid: Timed, least_of: Evaluated, tally: Tally) -> Timed | None:
+    """The part of a grid where layouts of the least memory fit; the others are counted as too large."""
+    fits = least_of.device <= tally.limit
+    left: Timed | None = grid
+    for axis in range(BATCH):
+        others = tuple(other for other in range(fits.ndim) if other != axis)
+        keep = np.flatnonzero(fits.any(axis=others))
+        if len(keep) == 0:
+            left = None
+            break
+        if len(keep) < fits.shape[axis]:
+            left = left.along(axis, keep) if left is not None else None
+    tally.add_too_large(least_of, grid.grid.ordered_rows - (left.grid.ordered_rows if left else 0))
+    return left
+
+
+def _promise(grid: Timed) -> tuple[bool, float]:
+    """Sorts grids by what they may reach: those without a pipeline first, for which it is no mere hope."""
+    return bool((grid.grid.table.pp > 1).any()), float(grid.floors()[INNER].min())
+
+
+def _evaluate(
+    model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally, slowest: float
+) -> Timed | None:
+    """Evaluate what takes less than ``slowest`` times the best's step; returns what may take less whether it
+    fits or not, None if it is nothing."""
+    below = slowest * _to_beat(grid.grid, tally)
+    fast = left = grid.pruned(below)
+    if left is not None and not tally.exhaustive:
+        left = _with_room(left, least_memory(model, job, cluster, left), tally)
+    left = of_microbatches(model, job, left).pruned(below) if left is not None else None
+    left = whole_step(model, job, cluster, left).pruned(below) if left is not None else None
+    if left is not None:
+        for piece in evaluate(model, job, cluster, left, below):
+            tally.add(piece)
+    return fast
+
+
+def _pieces(grid: Grid) -> Iterator[Grid]:
+    """A grid in pieces of not too many layouts."""
+    count = grid.table.shape[INNER]
+    for index in np.array_split(np.arange(count), min(-(-grid.table.rows // PIECE_ROWS), count)):
+        yield grid.along(INNER, index)
+
+
+def _to_beat(grid: Grid, tally: Tally) -> float:
+    """The step that a layout of the grid must be faster than to matter."""
+    if tally.exhaustive:
+        return float(np.inf)
+    if runnable_rows(grid.table).any():
+        return tally.fastest[True]
+    return min(tally.fastest.values())
+
+
+def rejection_notes(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult) -> dict[str, str]:
+    """One sentence for each reason that put layouts out, with the way out."""
+    notes = dict(result.notes)
+    if MEMORY_REASON in result.rejected:
+        notes[MEMORY_REASON] = _memory_note(model, job, cluster, result.misses, result.limit)
+    return notes
+
+
+def check_found(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult) -> None:
     """Raises: NothingFitsError: no row is left, with the reason of each group and the nearest miss."""
     if len(result.best) == 0:
-        rejected = result.rejected
-        reasons = "; ".join(f"{name} ({rejected[name]:,}): {note}" for name, note in result.notes.items())
-        raise NothingFitsError(f"no layout works, of {result.table.rows:,} considered: {reasons}")
+        rejected, notes = result.rejected, rejection_notes(model, job, cluster, result)
+        reasons = "; ".join(f"{name} ({rejected[name]:,}): {note}" for name, note in notes.items())
+        raise NothingFitsError(f"no layout works, of {result.considered:,} considered: {reasons}")
 
 
-def _mask(reason: NDArray[np.int64], out: NDArray[np.bool_], code: int) -> None:
-    reason[out & (reason == FITS)] = code
-
-
-def _notes(job: Job, cluster: Cluster, table: LayoutTable, reason: NDArray[np.int64]) -> dict[str, str]:
-    """One sentence for each reason of the batch that put rows out, with the way out."""
-    present = set(np.unique(reason).tolist())
+def _notes(job: Job, cluster: Cluster, space: Space, rejected: Mapping[str, int]) -> dict[str, str]:
+    """One sentence for each reason of the batch that put layouts out, with the way out."""
     notes = {}
-    least = int(table.dp.min())
-    if FEWER_SAMPLES in present:
-        notes[REASONS[FEWER_SAMPLES]] = (
-            f"data ranks, each with a sequence of its own, outnumber global_batch={job.global_batch}; meshes "
-            "of "
-            f"{cluster.ranks} ranks have {least} and more of them: use at most {job.global_batch} data ranks "
-            "or a larger global batch"
+    if FEWER_SAMPLES in rejected:
+        least = min([*space.unshared, *(int(grid.table.dp.min()) for grid in space.grids)])
+        notes[FEWER_SAMPLES] = (
+            f"data ranks, each with a sequence of its own, outnumber global_batch={job.global_batch}; of "
+            f"{cluster.ranks} ranks at least {least} hold data: use at most {job.global_batch} data ranks or "
+            "a larger global batch"
         )
-    if GLOBAL_BATCH in present:
+    if GLOBAL_BATCH in rejected:
         near = " or ".join(str(batch) for batch in batches_that_work(cluster.ranks, 1, job.global_batch))
-        notes[REASONS[GLOBAL_BATCH]] = (
+        notes[GLOBAL_BATCH] = (
             f"the data ranks do not divide global_batch={job.global_batch}: {cluster.ranks} of them "
             f"reach {near}"
         )
-    if SCHEDULE in present:
-        notes[REASONS[SCHEDULE]] = "the schedule has no order for that many microbatches, stages or chunks"
+    if SCHEDULE in rejected:
+        notes[SCHEDULE] = "the schedule has no order for that many microbatches, stages or chunks"
     return notes
 
 
 def _constraint_note(
-    table: LayoutTable, reason: NDArray[np.int64], fixed: Mapping[str, Sequence[int]]
+    space: Space, rejected: Mapping[str, int], fixed: Mapping[str, Sequence[int]], wanted: int
 ) -> dict[str, str]:
-    """What was asked for, where rows are out for it; and the values there are, where they have none of it."""
-    if not (reason == CONSTRAINT).any():
+    """What was asked for, where layouts are out for it; and the values there are, where they have none."""
+    if CONSTRAINT not in rejected:
         return {}
     parts = []
     for column, allowed in fixed.items():
-        there = np.unique(getattr(table, column)).tolist()
-        asked = f"{column}={_choices(column, allowed)}"
+        there = sorted({int(n) for grid in space.grids for n in np.unique(getattr(grid.table, column))})
+        asked = f"{column}={choices(column, allowed)}"
         known = bool(set(there) & set(allowed))
         parts.append(
-            f"{asked} was asked for" if known else f"no row has {asked}: use {_choices(column, there)}"
+            f"{asked} was asked for" if known else f"no row has {asked}: use {choices(column, there)}"
         )
-    if not (reason != CONSTRAINT).any() and all("was asked" in part for part in parts):
+    if not wanted and all("was asked" in part for part in parts):
         parts.append("no row has all of these at once: leave one free")
-    return {REASONS[CONSTRAINT]: "; ".join(parts)}
+    return {CONSTRAINT: "; ".join(parts)}
 
 
-def _choices(column: str, values: Sequence[int]) -> str:
-    names = {"recompute": RECOMPUTE_KINDS, "schedule": SCHEDULE_NAMES, "cp_kind": CONTEXT_KINDS}.get(column)
-    return " or ".join(names[value] if names else str(value) for value in values)
-
-
-def _memory_note(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, limit: float) -> str:
+def _memory_note(model: ModelSpec, job: Job, cluster: Cluster, misses: Kept, limit: float) -> str:
     """How far the layouts that do not fit are from fitting: the nearest and the farthest."""
-    out = np.flatnonzero(result.device > limit)
-    ends = dict.fromkeys([int(out[np.argmin(result.device[out])]), int(out[np.argmax(result.device[out])])])
-    misses = []
-    for row in ends:
-        ledger = memory_ledger(model, job, cluster.device, result.evaluated([row]))
-        misses.append(describe_miss(result.layout(row), ledger, 0, limit))
-    sides = zip(("nearest", "farthest"), misses, strict=False)
+    sentences = []
+    for row in range(len(misses.time)):
+        one = misses.table.take(np.array([row]))
+        ledger = memory_ledger(model, job, cluster.device, one)
+        sentences.append(describe_miss(one.layout(0, model.layers), ledger, 0, limit))
+    sides = zip(("nearest", "farthest"), sentences, strict=False)
     return f"more than {format_bytes(limit)} a device; " + "; ".join(f"{side} {miss}" for side, miss in sides)
 
 
-def describe_miss(layout: Layout, ledger: Ledger, row: int, limit: float) -> str:
-    """A layout that does not fit: what it needs, how much too much, and its largest term."""
+def largest_term(ledger: Ledger, row: int) -> tuple[str, float]:
+    """The term that takes most of a device at its peak, and its bytes."""
     terms = {
         "parameters": ledger.parameters[row],
         "optimizer": ledger.optimizer[row],
         **{name: values[row] for name, values in ledger.at_peak._asdict().items()},
     }
     largest = max(terms, key=lambda name: float(terms[name]))
+    return largest, float(terms[largest])
+
+
+def describe_miss(layout: Layout, ledger: Ledger, row: int, limit: float) -> str:
+    """A layout that does not fit: what it needs, how much too much, and its largest term."""
+    largest, size = largest_term(ledger, row)
     needs = float(ledger.device[row])
     return (
         f"[{layout.label}] needs {format_bytes(needs)}, {format_bytes(needs - limit)} too much, "
-        f"{format_bytes(float(terms[largest]))} of it {largest}"
+        f"{format_bytes(size)} of it {largest}"
     )

@@ -1,16 +1,25 @@
-"""What one rank holds of each FSDP unit: elements after tp has split it, and after the shard axes too."""
+"""What one rank holds of each unit: elements after tp or the expert axes split it, and after sharding.
 
-from collections.abc import Callable, Mapping
+A block with experts is two units, as torchtitan wraps it: the experts, which ep and etp split and the ranks
+left over (expert_shard) shard, and the rest.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shardwright.job import Adapters, Job
 from shardwright.model import ModelSpec
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, Tensor, Unit, parameter_table
-from shardwright.plan.table import Floats, Ints, LayoutTable, distinct
+from shardwright.plan.accounting import gathered_bytes
+from shardwright.plan.activations import ELEMENT_BYTES
+from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, NO_ADAPTERS, Tensor, parameter_table
+from shardwright.plan.table import Floats, Ints, LayoutTable
 
-UNIT_KINDS = (EMBEDDING, BLOCK, HEAD)
+EXPERT_BLOCK, EXPERTS = "expert_block", "experts"
+
+UNIT_KINDS = (EMBEDDING, BLOCK, EXPERT_BLOCK, EXPERTS, HEAD)
 
 
 class UnitElements(NamedTuple):
@@ -25,46 +34,110 @@ class UnitElements(NamedTuple):
     last_share: float  # of the unit's last tensor in it
 
 
+Weight = Callable[[Tensor], float]
+"""What an element of a tensor counts: 1, or its bytes."""
+
+
 def unit_elements(
-    model: ModelSpec, table: LayoutTable, weight: Callable[[Tensor], float] = lambda tensor: 1.0
+    model: ModelSpec,
+    table: LayoutTable,
+    weight: Weight = lambda tensor: 1.0,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Mapping[str, UnitElements]:
     """Elements of every kind of unit, for every row, those of a tensor times its ``weight``; a kind the model
     has not is all zeros."""
-    parameters = parameter_table(model)
-    cases, row = distinct(table.shard, table.tp)
-    shard, tp = np.array(cases, dtype=np.int64).reshape(-1, 2).T
-    return {kind: _elements(parameters.unit(kind), model, shard, tp, row, weight) for kind in UNIT_KINDS}
+    return weighted_elements(model, table, [weight], adapters)[0]
+
+
+def weighted_elements(
+    model: ModelSpec, table: LayoutTable, weights: Sequence[Weight], adapters: Adapters = NO_ADAPTERS
+) -> list[Mapping[str, UnitElements]]:
+    """The same for several weights at once."""
+    tensors = unit_tensors(model, adapters)
+    found = {
+        kind: _elements(
+            tensors[kind], model, table, table.expert_shard if kind == EXPERTS else table.shard, weights
+        )
+        for kind in UNIT_KINDS
+    }
+    return [{kind: units[n] for kind, units in found.items()} for n in range(len(weights))]
+
+
+def gathered_units(
+    model: ModelSpec, job: Job, table: LayoutTable, trained: Mapping[str, UnitElements]
+) -> Mapping[str, UnitElements]:
+    """The same with elements weighing the bytes that an all-gather moves; ``trained`` as they count."""
+    if job.lora_rank:
+        return unit_elements(model, table, lambda tensor: gathered_bytes(job, tensor), job.adapters)
+    element = ELEMENT_BYTES[job.precision]
+    return {
+        kind: u._replace(shard=element * u.shard, padded=element * u.padded) for kind, u in trained.items()
+    }
+
+
+@cache
+def unit_tensors(model: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> Mapping[str, tuple[Tensor, ...]]:
+    """The tensors of one unit of each kind; none of a kind that the model has not."""
+    table = parameter_table(model, adapters)
+    found: dict[str, tuple[Tensor, ...]] = dict.fromkeys(UNIT_KINDS, ())
+    for unit in table.units:
+        if unit.kind != BLOCK:
+            found[unit.kind] = unit.tensors
+        elif model.moe is None or not model.moe.covers(unit.layers[0]):
+            found[BLOCK] = unit.tensors
+        else:
+            found[EXPERTS] = tuple(tensor for tensor in unit.tensors if "ep" in tensor.splits)
+            found[EXPERT_BLOCK] = tuple(tensor for tensor in unit.tensors if "ep" not in tensor.splits)
+    return found
 
 
 def _elements(
-    unit: Unit,
+    tensors: tuple[Tensor, ...],
     model: ModelSpec,
+    table: LayoutTable,
     shard: Ints,
-    tp: Ints,
-    row: NDArray[np.intp],
-    weight: Callable[[Tensor], float],
-) -> UnitElements:
-    whole, held = np.zeros(len(shard)), np.zeros(len(shard))
-    for tensor in unit.tensors:
-        rows, width = local_shape(tensor, model, tp)
-        width = width * weight(tensor)
-        whole += rows * width
-        held += np.ceil(rows / shard) * width
-    share = unit.tensors[-1].numel / unit.numel if unit.tensors else 0.0
-    return UnitElements(whole[row], held[row], (held * shard)[row], share)
+    weights: Sequence[Weight],
+) -> list[UnitElements]:
+    none: Floats = np.zeros((1,) * shard.ndim)
+    whole, held = [none] * len(weights), [none] * len(weights)
+    for tensor, count in _alike(tensors):
+        rows, width = local_shape(tensor, model, table.tp, table.ep, table.etp)
+        numel, kept = rows * width, np.ceil(rows / shard) * width
+        if "ep" in tensor.splits:  # fewer experts than ranks: their rows are split
+            kept = np.where(rows < shard, np.ceil(numel / shard), kept)
+        for n, weight in enumerate(weights):
+            each = count * weight(tensor)
+            if each:
+                whole[n], held[n] = whole[n] + each * numel, held[n] + each * kept
+    numel_of_unit = sum(tensor.numel for tensor in tensors)
+    share = tensors[-1].numel / numel_of_unit if tensors else 0.0
+    return [UnitElements(w, h, h * shard, share) for w, h in zip(whole, held, strict=True)]
 
 
-def local_shape(tensor: Tensor, model: ModelSpec, tp: Ints) -> tuple[Floats, Floats]:
-    """Rows and elements of a row that a rank of ``tp`` holds of a tensor.
+def _alike(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, int]]:
+    """Tensors of different shapes, splits and roles, and how many there are of each."""
+    groups: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.shape, tensor.role, *sorted(tensor.splits.items()))
+        groups.setdefault(key, []).append(tensor)
+    return [(group[0], len(group)) for group in groups.values()]
+
+
+def local_shape(
+    tensor: Tensor, model: ModelSpec, tp: Ints, ep: Ints | int = 1, etp: Ints | int = 1
+) -> tuple[Floats, Floats]:
+    """Rows and elements of a row that a rank of ``tp``, or of ``ep`` x ``etp``, holds of a tensor.
 
     Key and value matrices keep at least one head a rank: with more ranks than heads they are repeated.
     """
     dim = tensor.splits.get("tp")
-    total = tensor.shape[0]
-    width = np.full(len(tp), tensor.numel / total)
+    total = float(tensor.shape[0])
+    width = tensor.numel / total * np.ones_like(tp, dtype=np.float64)
+    if "ep" in tensor.splits:
+        return np.ceil(total / ep), np.ceil(width / etp) if dim is not None else width
     if dim is None:
-        return np.full(len(tp), float(total)), width
+        return np.full_like(width, total), width
     if dim == 0:
         key_value = tensor.role == "attention" and total == model.kv_heads * model.head_size
         return np.maximum(np.ceil(total / tp), model.head_size if key_value else 0), width
-    return np.full(len(tp), float(total)), np.ceil(width / tp)
+    return np.full_like(width, total), np.ceil(width / tp)

@@ -61,7 +61,7 @@ class Graph:
 # From an order to a graph
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=48)
 def schedule_graph(schedule: str, ranks: int, chunks: int, microbatches: int) -> Graph:
     """The graph of a schedule's order.
 

@@ -1,19 +1,23 @@
 """Pipeline ranks of a table: the layers and ends each holds, and how many microbatches it has in flight."""
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.layout import SCHEDULE_NAMES
+from shardwright.model import ModelSpec
 from shardwright.plan.bubble import in_flight_chunks
 from shardwright.plan.schedule import SCHEDULES
-from shardwright.plan.table import Floats, Ints, LayoutTable, distinct, stage_layers
+from shardwright.plan.splits import stage_layers
+from shardwright.plan.table import Floats, Ints, LayoutTable, by_schedule, distinct
 
 TWO_WAY = frozenset(name for name, row in SCHEDULES.items() if row.pipelines == 2)
 V_SHAPED = frozenset(name for name, row in SCHEDULES.items() if row.v_shape) - TWO_WAY
+
+_remembered = lru_cache(maxsize=8192)  # cases of pp, chunks, ends and schedule: a search has hundreds
 
 
 class Stage(NamedTuple):
@@ -21,52 +25,41 @@ class Stage(NamedTuple):
 
     name: str
     valid: NDArray[np.bool_]
+    rank: Ints  # 0 in rows without the stage
     blocks: Floats
+    expert_blocks: Floats  # of blocks, those with experts
     embedding: Floats  # 1 where the rank holds it, else 0
     head: Floats
     in_flight: Floats  # microbatches whose activations it holds at most, of all its blocks
 
 
-def stages(table: LayoutTable, layers: int) -> Iterator[Stage]:
-    """Ranks that can be the heaviest: the first and the last, which have the ends of the model, and the
-    second, which has the most in flight of those without."""
-    for name, present in (
-        ("only", table.pp == 1),
-        ("first", table.pp > 1),
-        ("second", table.pp > 2),
-        ("last", table.pp > 1),
-    ):
-        if present.any():
-            yield _stage(name, present, table, layers)
+class Work(NamedTuple):
+    """What a rank runs for each microbatch: blocks, and 1 or more where it runs the embedding or the head."""
+
+    blocks: Floats
+    expert_blocks: Floats  # of blocks, those with experts
+    embedding: Floats
+    head: Floats
 
 
-def _stage(name: str, present: NDArray[np.bool_], table: LayoutTable, layers: int) -> Stage:
-    cases, row = distinct(table.pp, table.chunks, table.ends, table.schedule)
-    held = np.array([_held(name, layers, *case) for case in cases]).reshape(-1, 4)[row]
-    in_flight = np.ones(table.rows)
-    piped = table.pp > 1
-    for code in np.unique(table.schedule[piped]):
-        mine = piped & (table.schedule == code)
-        p, rank = table.pp[mine], _rank(name, table.pp[mine])
-        chunks = in_flight_chunks(SCHEDULE_NAMES[code], p, table.chunks[mine], table.microbatches[mine], rank)
-        in_flight[mine] = chunks / held[mine, 3]
-    return Stage(name, present, held[:, 0], held[:, 1], held[:, 2], in_flight)
+class _Holding(NamedTuple):
+    """What one rank holds of the model; both directions of a two-way pipeline."""
+
+    blocks: int
+    expert_blocks: int
+    embedding: int
+    head: int
+    stages: int
+
+    def covers(self, other: "_Holding") -> bool:
+        """Whether it has as many blocks of both kinds as the other and more."""
+        dense = self.blocks - self.expert_blocks >= other.blocks - other.expert_blocks
+        return dense and self.expert_blocks >= other.expert_blocks
 
 
-def _rank(name: str, ranks: Ints) -> Ints:
-    """The rank that a name stands for, of so many."""
-    return {"second": np.minimum(1, ranks - 1), "last": ranks - 1}.get(name, np.zeros_like(ranks))
-
-
-@cache
-def _held(name: str, layers: int, p: int, v: int, ends: int, code: int) -> tuple[float, float, float, float]:
-    """Blocks, embedding, head and number of stages of one rank of one row."""
-    if p == 1:
-        return float(layers), 1.0, 1.0, 1.0
-    split = stage_layers(layers, p * v, ends)
-    mine = ranks_stages(SCHEDULE_NAMES[code], p, v, int(_rank(name, np.array(p))))
-    blocks = float(sum(split[stage] for stage in mine))
-    return blocks, float(0 in mine), float(p * v - 1 in mine), float(len(mine))
+def expert_layers(model: ModelSpec) -> tuple[bool, ...]:
+    """Whether each layer has experts."""
+    return tuple(model.moe is not None and model.moe.covers(layer) for layer in range(model.layers))
 
 
 def ranks_stages(schedule: str, ranks: int, chunks: int, rank: int) -> list[int]:
@@ -79,48 +72,124 @@ def ranks_stages(schedule: str, ranks: int, chunks: int, rank: int) -> list[int]
     return [rank + chunk * ranks for chunk in range(chunks)]
 
 
-def slowest_blocks(table: LayoutTable, layers: int) -> Floats:
-    """Blocks of the rank that has most of them."""
-    cases, row = distinct(table.pp, table.chunks, table.ends, table.schedule)
-    return np.array([_most_blocks(layers, *case) for case in cases], dtype=np.float64)[row]
-
-
-@cache
-def _most_blocks(layers: int, p: int, v: int, ends: int, code: int) -> float:
+@_remembered
+def _holdings(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -> tuple[_Holding, ...]:
+    """What each rank of one case holds."""
     if p == 1:
-        return float(layers)
-    split, name = stage_layers(layers, p * v, ends), SCHEDULE_NAMES[code]
-    each = [sum(split[stage] for stage in ranks_stages(name, p, v, rank)) for rank in range(p)]
-    return max(each) / (2 if name in TWO_WAY else 1)
-
-
-class Work(NamedTuple):
-    """What a rank runs for each microbatch: blocks, and 1 or more where it runs the embedding or the head."""
-
-    blocks: Floats
-    embedding: Floats
-    head: Floats
-
-
-def busiest_ranks(table: LayoutTable, layers: int) -> tuple[Work, Work, Work]:
-    """Ranks of which one has most to do: that with the embedding, that with the head, and the one with most
-    blocks of the others. A rank of a two-way pipeline runs half of the microbatches in each direction."""
-    cases, row = distinct(table.pp, table.chunks, table.ends, table.schedule)
-    numbers = np.array([_busiest(layers, *case) for case in cases], dtype=np.float64).reshape(-1, 3, 3)
-    first, last, other = (Work(*numbers[row, place].T) for place in range(3))
-    return first, last, other
-
-
-@cache
-def _busiest(layers: int, p: int, v: int, ends: int, code: int) -> list[tuple[float, float, float]]:
-    if p == 1:
-        return [(float(layers), 1.0, 1.0)] * 3
-    split, name = stage_layers(layers, p * v, ends), SCHEDULE_NAMES[code]
-    share = 0.5 if name in TWO_WAY else 1.0
+        return (_Holding(len(experts), sum(experts), 1, 1, 1),)
+    split = stage_layers(len(experts), p * v, ends)
+    starts = np.cumsum([0, *split])
+    of_stage = np.diff(np.cumsum([0, *experts])[starts]).tolist()
     ranks = []
     for rank in range(p):
-        mine = ranks_stages(name, p, v, rank)
-        blocks = share * sum(split[stage] for stage in mine)
-        ranks.append((blocks, share * (0 in mine), share * (p * v - 1 in mine)))
-    others = [work for work in ranks if not (work[1] or work[2])] or ranks
-    return [max(w for w in ranks if w[1]), max(w for w in ranks if w[2]), max(others)]
+        mine = ranks_stages(SCHEDULE_NAMES[code], p, v, rank)
+        blocks, with_experts = (sum(column[stage] for stage in mine) for column in (split, of_stage))
+        ranks.append(_Holding(blocks, with_experts, int(0 in mine), int(p * v - 1 in mine), len(mine)))
+    return tuple(ranks)
+
+
+# What a rank holds
+
+
+def stages(table: LayoutTable, model: ModelSpec) -> Iterator[Stage]:
+    """Ranks that can be the heaviest: the first and the last, which have the ends of the model, the second,
+    and any other that no rank with as many microbatches in flight covers in blocks of both kinds."""
+    experts = expert_layers(model)
+    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
+    named = [_heaviest(experts, *case) for case in cases]
+    for name in dict.fromkeys(name for ranks in named for name in ranks):
+        present = np.array([name in ranks for ranks in named])[index]
+        rank = np.array([ranks.get(name, 0) for ranks in named])
+        held = [_holdings(experts, *case)[mine] for case, mine in zip(cases, rank.tolist(), strict=True)]
+        blocks, with_experts, embedding, head, count = np.array(held, dtype=np.float64).T.take(index, axis=-1)
+        chunks = by_schedule(
+            table.schedule, in_flight_chunks, table.pp, table.chunks, table.microbatches, rank[index]
+        )
+        yield Stage(name, present, rank[index], blocks, with_experts, embedding, head, chunks / count)
+
+
+@_remembered
+def _heaviest(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -> dict[str, int]:
+    """Ranks of one case that can be the heaviest, by name."""
+    if p == 1:
+        return {"only": 0}
+    held = _holdings(experts, p, v, ends, code)
+    named = {"first": 0, **({"second": 1} if p > 2 else {}), "last": p - 1}
+    uncovered: list[int] = []
+    # in flight falls with the rank, but does not in a V
+    for rank in reversed(range(p)) if SCHEDULE_NAMES[code] in V_SHAPED else range(p):
+        if not any(held[other].covers(held[rank]) for other in uncovered):
+            uncovered.append(rank)
+    others = [rank for rank in uncovered if rank not in named.values()]
+    return named | {f"middle {place}": rank for place, rank in enumerate(others, start=1)}
+
+
+# What a rank runs
+
+
+def slowest_blocks(table: LayoutTable, model: ModelSpec) -> Floats:
+    """Blocks of the rank that has most of them."""
+    return _most(table, model, lambda held: held.blocks)
+
+
+def most_expert_blocks(table: LayoutTable, model: ModelSpec) -> Floats:
+    """Blocks with experts of the rank that has most of them."""
+    return _most(table, model, lambda held: held.expert_blocks)
+
+
+def _most(table: LayoutTable, model: ModelSpec, number: Callable[[_Holding], int]) -> Floats:
+    experts = expert_layers(model)
+    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
+    most = [_share(case) * max(map(number, _holdings(experts, *case))) for case in cases]
+    return np.array(most, dtype=np.float64)[index]
+
+
+def stage_unevenness(table: LayoutTable, model: ModelSpec) -> Floats:
+    """Blocks of the longest stage over the mean of the rank with most blocks: 1 where all are alike."""
+    experts = expert_layers(model)
+    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
+    return np.array([_unevenness(experts, *case) for case in cases], dtype=np.float64)[index]
+
+
+@_remembered
+def _unevenness(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -> float:
+    if p == 1:
+        return 1.0
+    most = max(_holdings(experts, p, v, ends, code), key=lambda held: held.blocks)
+    return max(stage_layers(len(experts), p * v, ends)) * most.stages / most.blocks
+
+
+def _share(case: tuple[int, ...]) -> float:
+    """Part of the microbatches that runs through each stage a rank holds."""
+    p, *_, code = case
+    return 0.5 if p > 1 and SCHEDULE_NAMES[code] in TWO_WAY else 1.0
+
+
+def busiest_ranks(table: LayoutTable, model: ModelSpec) -> tuple[Work, ...]:
+    """Ranks of which one has most to do: that with the embedding, that with the head, and of the others the
+    one with most blocks, or several if the model has two kinds. A rank of a two-way pipeline runs half of the
+    microbatches in each direction."""
+    experts = expert_layers(model)
+    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
+    ranks = [_busiest(experts, *case) for case in cases]
+    places = max(map(len, ranks), default=3)
+    filled = [_filled(mine, places) for mine in ranks]
+    share = np.array([_share(case) for case in cases])
+    numbers = share * np.array(filled, dtype=np.float64).reshape(-1, places, len(_Holding._fields)).T
+    return tuple(Work(*numbers[: len(Work._fields), place].take(index, axis=-1)) for place in range(places))
+
+
+def _filled(ranks: Sequence[_Holding], places: int) -> list[_Holding]:
+    return [*ranks, *[ranks[-1]] * (places - len(ranks))]
+
+
+@_remembered
+def _busiest(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -> tuple[_Holding, ...]:
+    """Of one case: the rank with the embedding, that with the head, and those that no other covers."""
+    held = _holdings(experts, p, v, ends, code)
+    others = [rank for rank in held if not (rank.embedding or rank.head)] or list(held)
+    uncovered: list[_Holding] = []
+    for rank in sorted(others, reverse=True):
+        if not any(other.covers(rank) for other in uncovered):
+            uncovered.append(rank)
+    return max(rank for rank in held if rank.embedding), max(rank for rank in held if rank.head), *uncovered

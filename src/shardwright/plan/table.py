@@ -1,22 +1,25 @@
 """A table of layouts as a struct of arrays: one layout is a row, and every formula takes columns."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.axes import EXPERT_AXES, MESH_ORDER, MESH_ORDERS
-from shardwright.errors import LayoutError
 from shardwright.layout import (
     CONTEXT_KINDS,
+    DISPATCH_KINDS,
     KEPT_BY_SELECTIVE,
     OFFLOAD_KINDS,
     RECOMPUTE_KINDS,
     SCHEDULE_NAMES,
     Layout,
 )
+from shardwright.plan.splits import ends_of, stage_layers
 
+Number = TypeVar("Number", bound=np.generic)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -28,10 +31,11 @@ PLAIN_COLUMNS = (
 
 
 class LayoutTable(NamedTuple):
-    """Columns of equal length.
+    """Columns that broadcast: all of equal length, a list of layouts; or each along axes of its own, a grid,
+    which stands for every combination. All have the same number of axes.
 
-    ``cp_kind``, ``schedule``, ``recompute`` and ``offload`` index the tuples of layout.py, ``order`` those of
-    axes.py; ``ends`` is how many layers the first and the last stage have less than the even split gives.
+    ``cp_kind``, ``schedule``, ``recompute``, ``dispatch`` and ``offload`` index the tuples of layout.py,
+    ``order`` those of axes.py; ``ends`` is the code of how layers are split, see splits.py.
     """
 
     pp: Ints
@@ -41,6 +45,7 @@ class LayoutTable(NamedTuple):
     tp: Ints
     ep: Ints
     etp: Ints
+    dispatch: Ints
     order: Ints
     sp: Ints
     cp_kind: Ints
@@ -56,9 +61,14 @@ class LayoutTable(NamedTuple):
     offload: Ints
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the columns together."""
+        return np.broadcast_shapes(*(column.shape for column in self))
+
+    @property
     def rows(self) -> int:
         """Number of layouts."""
-        return len(self.dp_shard)
+        return prod(self.shape)
 
     @property
     def dp(self) -> Ints:
@@ -70,22 +80,37 @@ class LayoutTable(NamedTuple):
         """Ranks over which parameters, gradients and optimizer state are split."""
         return self.dp_shard * self.cp
 
-    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "LayoutTable":
-        """The rows of an index or a mask."""
-        return LayoutTable(*(column[index] for column in self))
+    @property
+    def expert_shard(self) -> Ints:
+        """Ranks over which the parameters of one expert are split."""
+        return np.maximum(self.shard * self.tp // (self.ep * self.etp), 1)
 
-    def wide(self) -> "LayoutTable":
-        """The same with 64-bit columns, as formulas take them."""
-        return LayoutTable(*(column.astype(np.int64) for column in self))
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "LayoutTable":
+        """Some rows, by their place in the flat order or by a mask of it, as columns of equal length."""
+        rows = np.flatnonzero(index) if index.dtype == np.bool_ else index
+        places = np.unravel_index(rows, self.shape)
+
+        def part(column: Ints) -> Ints:
+            at = tuple(0 if n == 1 else place for place, n in zip(places, column.shape, strict=True))
+            return np.asarray(column[at])
+
+        return LayoutTable(*(np.broadcast_to(part(column), rows.shape) for column in self))
+
+    def along(self, axis: int, index: NDArray[np.intp] | slice) -> "LayoutTable":
+        """The part that some places of one axis make up."""
+        where = (slice(None),) * axis + (index,)
+        return LayoutTable(*(column[where] if column.shape[axis] > 1 else column for column in self))
 
     def layout(self, row: int, layers: int) -> Layout:
         """One row as a Layout of a model of ``layers``."""
-        value = {name: int(column[row]) for name, column in zip(self._fields, self, strict=True)}
+        one = self.take(np.array([row]))
+        value = {name: int(column[0]) for name, column in zip(one._fields, one, strict=True)}
         kind = RECOMPUTE_KINDS[value["recompute"]]
         stages = value["pp"] * value["chunks"]
         degrees = {name: value[name] for name in (*MESH_ORDER, *EXPERT_AXES, *PLAIN_COLUMNS)}
         return Layout(
             **degrees,
+            dispatch=DISPATCH_KINDS[value["dispatch"]],
             order=MESH_ORDERS[value["order"]],
             offload=OFFLOAD_KINDS[value["offload"]],
             sp=bool(value["sp"]),
@@ -98,47 +123,111 @@ class LayoutTable(NamedTuple):
 
 
 def distinct(*columns: Ints) -> tuple[list[tuple[int, ...]], NDArray[np.intp]]:
-    """The different rows of ``columns``, and which of them each row is.
+    """The different rows of ``columns``, which broadcast, and which of them each row is.
 
-    Rows of a search stand in runs of equal ones, so that only the first of each run is sorted. Values are not
-    negative.
+    Rows of a list often stand in runs of equal ones, so that only the first of each run is sorted. Values are
+    not negative.
     """
-    key = np.zeros(len(columns[0]), dtype=np.int64)
+    key: Ints = np.zeros((1,) * columns[0].ndim, dtype=np.int64)
     for column in columns:
         key = key * (int(column.max(initial=0)) + 1) + column
+    flat = key.reshape(-1)
     starts = (
-        np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else np.empty(0, np.intp)
+        np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]])) if len(flat) else np.empty(0, int)
     )
-    _, first, run = np.unique(key[starts], return_index=True, return_inverse=True)
-    cases = list(zip(*(column[starts[first]].tolist() for column in columns), strict=True))
-    return cases, np.repeat(run, np.diff(starts, append=len(key)))
-
-
-def stage_layers(layers: int, stages: int, ends: int = 0) -> tuple[int, ...]:
-    """Layers of each stage: as even as can be, the first and the last stage ``ends`` less.
-
-    What does not divide goes to the stages before the last, from the front, none is dropped.
-    """
-    short = [ends if stage in (0, stages - 1) else 0 for stage in range(stages)]
-    base, rest = divmod(layers + sum(short), stages)
-    order = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
-    more = set(order[:rest])
-    return tuple(base + (stage in more) - short[stage] for stage in range(stages))
-
-
-def ends_of(layout: Layout, layers: int) -> int:
-    """The ``ends`` column of a layout.
-
-    Raises: LayoutError: its layers are split in another way than ``stage_layers`` splits them.
-    """
-    stages = len(layout.stage_layers)
-    for ends in range(4):
-        if stages == 0 or layout.stage_layers == stage_layers(layers, stages, ends):
-            return ends
-    raise LayoutError(
-        f"stage_layers={list(layout.stage_layers)} is no split that the planner prices: use "
-        f"{list(stage_layers(layers, stages))}, or with lighter ends {list(stage_layers(layers, stages, 1))}"
+    _, first, run = np.unique(flat[starts], return_index=True, return_inverse=True)
+    places = np.unravel_index(starts[first], key.shape)
+    spread = (np.broadcast_to(column, key.shape)[places].tolist() for column in columns)
+    return list(zip(*spread, strict=True)), np.repeat(run, np.diff(starts, append=len(flat))).reshape(
+        key.shape
     )
+
+
+def added(*parts: Floats | float) -> Floats:
+    """The sum, small columns first."""
+    first, *others = sorted(
+        (np.asarray(part, dtype=np.float64) for part in parts), key=lambda part: part.size
+    )
+    for part in others:
+        first = first + part
+    return first
+
+
+def either(
+    condition: NDArray[np.bool_], where_true: Callable[[], Floats], where_false: Callable[[], Floats]
+) -> Floats:
+    """np.where that works out only what some row needs."""
+    if condition.all():
+        return where_true()
+    if not condition.any():
+        return where_false()
+    return np.where(condition, where_true(), where_false())
+
+
+def piecewise(
+    key: NDArray[Any], table: LayoutTable, function: Callable[[Any, LayoutTable], Floats]
+) -> Floats:
+    """``function(value, part)`` for every value of ``key`` and its part of ``table``, put together.
+
+    ``key`` varies along one axis at most; where it does not, nothing is copied.
+    """
+    values = np.unique(key)
+    if len(values) == 1:
+        return function(values[0], table)
+    (axis,) = (axis for axis, n in enumerate(key.shape) if n > 1)
+    places = [np.flatnonzero(key == value) for value in values]
+    parts = [function(v, table.along(axis, place)) for v, place in zip(values, places, strict=True)]
+    beside = [[1 if i == axis else n for i, n in enumerate(part.shape)] for part in parts]
+    shape = list(np.broadcast_shapes(*beside))
+    shape[axis] = key.shape[axis]
+    whole = np.empty(shape)
+    for part, place in zip(parts, places, strict=True):
+        whole[(slice(None),) * axis + (place,)] = part
+    return whole
+
+
+def by_schedule(
+    schedule: Ints, function: Callable[..., NDArray[Number]], *columns: NDArray[np.generic]
+) -> NDArray[Number]:
+    """``function(name, *columns)`` of each schedule where the column has it, put together; all broadcast.
+
+    ``function`` must broadcast. Along the one axis on which ``schedule`` varies, it sees only the part of the
+    columns that its schedule has; one schedule throughout costs no copy.
+    """
+    codes = np.unique(schedule).tolist()
+    if len(codes) <= 1:
+        return function(SCHEDULE_NAMES[codes[0] if codes else 0], *columns)
+    axes = [axis for axis in range(-np.ndim(schedule), 0) if schedule.shape[axis] > 1]
+    if len(axes) != 1:
+        shape = np.broadcast_shapes(np.shape(schedule), *map(np.shape, columns))
+        flat = (np.broadcast_to(column, shape).ravel() for column in (schedule, *columns))
+        return by_schedule(next(flat), function, *flat).reshape(shape)
+    axis = axes[0]
+    rows = [np.flatnonzero(np.ravel(schedule) == code) for code in codes]
+    parts = [
+        function(SCHEDULE_NAMES[code], *(_along(column, mine, axis) for column in columns))
+        for code, mine in zip(codes, rows, strict=True)
+    ]
+    return _joined(parts, rows, axis)
+
+
+def _along(column: NDArray[Number], rows: NDArray[np.intp], axis: int) -> NDArray[Number]:
+    """The rows of a column that varies along ``axis``, counted from the last."""
+    varies = np.ndim(column) >= -axis and column.shape[axis] > 1
+    return column.take(rows, axis=axis) if varies else column
+
+
+def _joined(parts: Sequence[NDArray[Number]], rows: Sequence[NDArray[np.intp]], axis: int) -> NDArray[Number]:
+    """Parts that lie on ``rows`` along ``axis``, of the shape that they broadcast to elsewhere."""
+    beside = [np.take(part, [0], axis=axis) if np.ndim(part) >= -axis else part for part in parts]
+    shape = list(np.broadcast_shapes((1,) * -axis, *(part.shape for part in beside)))
+    shape[axis] = sum(map(len, rows))
+    joined = np.empty(shape, dtype=np.result_type(*parts))
+    of_axis = np.moveaxis(joined, axis, 0)
+    for part, mine in zip(parts, rows, strict=True):
+        whole = np.broadcast_to(part, (*shape[:axis], len(mine), *(shape[axis:][1:])))
+        of_axis[mine] = np.moveaxis(whole, axis, 0)
+    return joined
 
 
 def table_of(layouts: Sequence[Layout], layers: int) -> LayoutTable:
@@ -149,7 +238,7 @@ def table_of(layouts: Sequence[Layout], layers: int) -> LayoutTable:
     rows = [
         (
             *(x.pp, x.dp_replicate, x.dp_shard, x.cp, x.tp, x.ep, x.etp),
-            *(MESH_ORDERS.index(x.order), int(x.sp)),
+            *(DISPATCH_KINDS.index(x.dispatch), MESH_ORDERS.index(x.order), int(x.sp)),
             *(CONTEXT_KINDS.index(x.cp_kind), SCHEDULE_NAMES.index(x.schedule), x.chunks, ends_of(x, layers)),
             *(x.zero_stage, x.micro_batch, x.microbatches, RECOMPUTE_KINDS.index(x.recompute)),
             *(x.recompute_every, x.loss_chunks, OFFLOAD_KINDS.index(x.offload)),

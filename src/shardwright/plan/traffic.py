@@ -5,7 +5,7 @@ ranks trade or pass on. run/dp.py and run/optim.py issue those of the data axes;
 executed step. In a pipeline the flows are those of the rank with most layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +15,12 @@ from shardwright.axes import joined_axis
 from shardwright.job import Job
 from shardwright.layout import CONTEXT_KINDS
 from shardwright.model import ModelSpec
+from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
-from shardwright.plan.shards import unit_elements
-from shardwright.plan.stages import slowest_blocks
+from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
+from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, unit_elements
+from shardwright.plan.stages import most_expert_blocks, slowest_blocks
 from shardwright.plan.table import Floats, Ints, LayoutTable
 
 SCALAR_BYTES = 8
@@ -64,45 +66,49 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
 
     Shard axes: stage 3 gathers the embedding and the head once a microbatch, each block twice; other stages
     gather every unit once a step. Gradients are reduced every microbatch in stages 2 and 3, once a step in
-    stage 1. dp_replicate: one all-reduce of each unit's shard a step. The token count and the loss are summed
-    over all data ranks, the squared norm over the shard axes.
+    stage 1; those of experts over expert_shard. dp_replicate: one all-reduce of each unit's shard a step. The
+    token count and the loss are summed over all data ranks, the squared norm over the shard axes.
     """
-    stage, m = table.zero_stage, table.microbatches
-    shard, split, replicated = shard_axis(table), table.shard > 1, table.dp_replicate > 1
-    kinds = [unit.kind for unit in parameter_table(model).units]
-    gathers = {kind: np.where(stage == 3, m * (2 if kind == BLOCK else 1), 1) for kind in kinds}
-    reduces = dict.fromkeys(kinds, np.where(stage >= 2, m, 1))
-    once = dict.fromkeys(kinds, np.ones(table.rows, np.int64))
-    element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
-    units, copies = unit_elements(model, table), _copies(model, table)
-
-    def flow(
-        axis: str,
-        name: str,
-        present: NDArray[np.bool_],
-        times: Mapping[str, Ints],
-        bytes_each: int,
-        part: str,
-    ) -> Flow:
-        degree = table.shard if axis == shard else table.dp_replicate
-        launches = sum((times[kind] * copies[kind] for kind in kinds), np.zeros(table.rows))
-        payload = sum(
-            (times[kind] * copies[kind] * getattr(units[kind], part) * bytes_each for kind in kinds),
-            np.zeros(table.rows),
-        )
-        return Flow(
-            axis, name, degree, _whole(np.where(present, launches, 0)), _whole(np.where(present, payload, 0))
-        )
-
-    return [
-        flow(shard, "all_gather", split, gathers, element, "padded"),
-        flow(shard, "reduce_scatter", split, reduces, wide, "padded"),
-        flow("dp_replicate", "all_reduce", replicated, once, wide, "shard"),
+    copies = unit_copies(model, table)
+    flows = [
+        *_data_flows(model, job, table, copies),
         *scalar_flows(table),
         *_tp_flows(model, job, table, copies),
         *_context_flows(model, job, table, copies),
+        *_expert_flows(model, job, table, copies),
         *_stage_flows(model, job, table),
     ]
+    return [
+        Flow(f.axis, f.collective, *(np.broadcast_to(column, table.shape) for column in f[2:])) for f in flows
+    ]
+
+
+def _data_flows(
+    model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
+) -> Iterator[Flow]:
+    """Parameters gathered, gradients reduced and averaged over replicas."""
+    stage, m, shard = table.zero_stage, table.microbatches, shard_axis(table)
+    wide = WIDE_BYTES[job.precision]
+    gathered = unit_elements(model, table, lambda tensor: gathered_bytes(job, tensor), job.adapters)
+    reduced = unit_elements(model, table, lambda tensor: float(is_trained(job, tensor)), job.adapters)
+    plain = [kind for kind, unit in gathered.items() if unit.whole.any() and kind != EXPERTS]
+    experts = [EXPERTS] if gathered[EXPERTS].whole.any() else []
+    twice = (BLOCK, EXPERT_BLOCK, EXPERTS)
+    for axis, degree, kinds in (
+        (shard, table.shard, plain),
+        ("expert_shard", table.expert_shard, experts),
+    ):
+        for name, units, bytes_each in (("all_gather", gathered, 1), ("reduce_scatter", reduced, wide)):
+            for kind in kinds:
+                each = m * (2 if kind in twice else 1)
+                times = np.where(stage == 3, each, 1) if units is gathered else np.where(stage >= 2, m, 1)
+                launches = times * copies[kind]
+                payload = launches * units[kind].padded * bytes_each
+                yield _flow(axis, name, degree, (degree > 1) & (stage > 0), launches, payload)
+    for kind in (*plain, *experts):
+        payload = copies[kind] * reduced[kind].shard * wide
+        present = table.dp_replicate > 1
+        yield _flow("dp_replicate", "all_reduce", table.dp_replicate, present, copies[kind], payload)
 
 
 def _flow(
@@ -117,11 +123,17 @@ def _whole(values: Floats) -> Ints:
     return np.asarray(np.rint(values), dtype=np.int64)
 
 
-def _copies(model: ModelSpec, table: LayoutTable) -> dict[str, Floats]:
+def unit_copies(model: ModelSpec, table: LayoutTable) -> dict[str, Floats]:
     """Units of each kind on the rank with most layers; of a pipeline's ends it is taken to be the last."""
-    one = np.ones(table.rows)
-    alone = np.where(table.pp > 1, 0.0, one)
-    return {EMBEDDING: alone, BLOCK: slowest_blocks(table, model.layers), HEAD: one}
+    alone = np.where(table.pp > 1, 0.0, 1.0)
+    with_experts = most_expert_blocks(table, model)
+    return {
+        EMBEDDING: alone,
+        BLOCK: np.maximum(slowest_blocks(table, model) - with_experts, 0),
+        EXPERT_BLOCK: with_experts,
+        EXPERTS: with_experts,
+        HEAD: np.ones_like(alone),
+    }
 
 
 def scalar_flows(table: LayoutTable) -> list[Flow]:
@@ -146,7 +158,7 @@ def scalar_flows(table: LayoutTable) -> list[Flow]:
 
 
 def tp_rounds(table: LayoutTable) -> Rounds:
-    """Rounds of a ring over tp in a block, each of one hidden vector a token.
+    """Rounds of a ring over tp in a dense block, each of one hidden vector a token.
 
     Two all-reduces (two rounds each) forward and two backward; with sp two all-gathers and two
     reduce-scatters each. Full recomputation repeats all but the last product's; selective recomputation with
@@ -154,38 +166,59 @@ def tp_rounds(table: LayoutTable) -> Rounds:
 
     Source: shared FORMULAE 3.3.
     """
-    sequence, none = table.sp == 1, np.zeros(table.rows)
-    again = np.choose(table.recompute, [none, np.where(sequence, 2.0, 0.0), np.where(sequence, 3.0, 2.0)])
-    return Rounds(np.full(table.rows, 4.0), 4.0 + again)
+    return Rounds(np.full_like(table.tp, 4.0, dtype=np.float64), 4.0 + _tp_again(table, 3.0))
 
 
-def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]) -> list[Flow]:
+def _tp_again(table: LayoutTable, full: float) -> Floats:
+    """What recomputation repeats, ``full`` of it with sp if everything is computed again."""
+    again = np.where(table.sp == 1, full, 2.0) / table.recompute_every
+    selective = np.where(table.sp == 1, 2.0, 0.0)
+    return np.where(table.recompute == 2, again, np.where(table.recompute == 1, selective, 0.0))
+
+
+def expert_tp_rounds(model: ModelSpec, table: LayoutTable) -> Rounds:
+    """The same for a block with experts: attention's half, and what its experts need for the other."""
+    dense, half = tp_rounds(table), (1 + tensor_rounds(model, table)) / 2
+    return Rounds(dense.forward * half, dense.backward * half)
+
+
+def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]) -> Iterator[Flow]:
     tokens = table.micro_batch * job.seq / table.cp
     vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
     loss = WIDE_BYTES[job.precision] * tokens
     m, rounds = table.microbatches, tp_rounds(table)
-    inside = copies[BLOCK] * (rounds.forward + rounds.backward)  # rounds; an all-reduce is two
+    blocks = copies[BLOCK]
+    if model.moe is not None:
+        blocks = blocks + copies[EXPERT_BLOCK] * (1 + tensor_rounds(model, table)) / 2
+    inside = blocks * (rounds.forward + rounds.backward)  # rounds; an all-reduce is two
     ends = np.where(table.pp > 1, 2.0, 4.0)
     sequence, wide = (table.sp == 1) & (table.tp > 1), table.tp > 1
-
-    def flow(name: str, present: NDArray[np.bool_], launches: Floats, payload: Floats) -> Flow:
-        return Flow(
-            "tp",
-            name,
-            table.tp,
-            _whole(np.where(present, m * launches, 0)),
-            _whole(np.where(present, m * payload, 0)),
-        )
-
     half = (inside + ends) / 2
-    more = copies[BLOCK] * np.choose(table.recompute, [0.0, 1.0, 0.5])  # gathers repeated over those halves
-    gathers, scatters = half + more, half - more
-    return [
-        flow("all_reduce", wide & ~sequence, half, half * vector),
-        flow("all_gather", sequence, gathers, gathers * vector),
-        flow("reduce_scatter", sequence, scatters, scatters * vector),
-        flow("all_reduce", wide, np.full(table.rows, 3.0), 3 * loss),  # max, sum and target of the logits
-    ]
+    repeated = np.where(
+        table.recompute == 2, 0.5 / table.recompute_every, np.where(table.recompute == 1, 1, 0)
+    )
+    more: Floats = blocks * repeated  # gathers repeated over those halves
+    for name, present, count, each in (
+        ("all_reduce", wide & ~sequence, half, vector),
+        ("all_gather", sequence, half + more, vector),
+        ("reduce_scatter", sequence, half - more, vector),
+        ("all_reduce", wide, np.full_like(half, 3.0), loss),  # max, sum and target of the logits
+    ):
+        yield _flow("tp", name, table.tp, present, m * count, m * count * each)
+
+
+# ep
+
+
+def _expert_flows(
+    model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
+) -> Iterator[Flow]:
+    """Tokens to their experts and back, forward and backward."""
+    if model.moe is None:
+        return
+    launches = table.microbatches * copies[EXPERTS] * dispatch_launches(table)
+    payload = launches * dispatched_bytes(model, job, table)
+    yield _flow("ep", "all_to_all", table.ep, table.ep > 1, launches, payload)
 
 
 # cp
@@ -220,7 +253,7 @@ def context_rounds(table: LayoutTable, precision: str) -> Rounds:
     )
     once = np.where(ring | gather, 1.0, 0.0)
     backward = np.where(ring, 1 + ratio * n / (n - 1), np.where(gather, 2.0, 0.0))
-    again = np.where(table.recompute == 2, 1.0, 0.0)
+    again = np.where(table.recompute == 2, 1.0 / table.recompute_every, 0.0)
     trades = np.where(table.cp_kind == CONTEXT_KINDS.index("ulysses"), 2.0 + again, 0.0)
     return Rounds(once, backward + again * once, trades)
 
@@ -230,26 +263,24 @@ def _context_flows(
 ) -> list[Flow]:
     tokens = table.micro_batch * job.seq / table.cp
     rounds = context_rounds(table, job.precision)
-    each = table.microbatches * copies[BLOCK]
-    payload = keys_and_values(model, job.precision, table, tokens) * table.cp
-    again = np.where(table.recompute == 2, 1.0, 0.0)
-    passed = np.where(
-        table.cp_kind == CONTEXT_KINDS.index("ring"), each * (rounds.forward + rounds.backward), 0.0
-    )
-    hops = np.where(passed > 0, each * ((table.cp - 1) * (2 + again) + table.cp), 0.0)
+    each = table.microbatches * (copies[BLOCK] + copies[EXPERT_BLOCK])
+    own = keys_and_values(model, job.precision, table, tokens)
+    payload = own * table.cp
+    again = np.where(table.recompute == 2, 1.0 / table.recompute_every, 0.0)
+    ring = np.where(table.cp_kind == CONTEXT_KINDS.index("ring"), each * (table.cp - 1), 0.0)
+    back = np.where(ring > 0, ring * (1 + again) + each * table.cp, 0.0)
     gathered = table.cp_kind == CONTEXT_KINDS.index("all_gather")
     gathers = np.where(gathered, each * (2 + again), 0.0)
     scatters = np.where(gathered, each, 0.0)
     trades = traded_heads(model, job.precision, table, tokens) * each * rounds.trades
-    amounts = {
-        "send": (hops, passed * payload * (table.cp - 1) / table.cp),
-        "all_gather": (gathers, gathers * payload),
-        "reduce_scatter": (scatters, scatters * payload),
-        "all_to_all": (4 * each * rounds.trades, trades),
-    }
-    return [
-        Flow("cp", name, table.cp, _whole(count), _whole(size)) for name, (count, size) in amounts.items()
-    ]
+    amounts = (
+        ("send", ring * rounds.forward, ring * rounds.forward * own),
+        ("send", back, ring * rounds.backward * own),
+        ("all_gather", gathers, gathers * payload),
+        ("reduce_scatter", scatters, scatters * payload),
+        ("all_to_all", 4 * each * rounds.trades, trades),
+    )
+    return [Flow("cp", name, table.cp, _whole(count), _whole(size)) for name, count, size in amounts]
 
 
 # pp

@@ -1,34 +1,46 @@
 """Why not that layout: every rule it breaks; or how far it is from fitting and from the best, and by what."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwright.cluster import Cluster
-from shardwright.errors import LayoutError, NothingFitsError
+from shardwright.errors import NothingFitsError
 from shardwright.job import Job
 from shardwright.layout import (
+    OFFLOAD_KINDS,
     RECOMPUTE_KINDS,
     SCHEDULE_NAMES,
     Fault,
     Layout,
-    faults,
-    model_faults,
     not_runnable_reasons,
 )
 from shardwright.model import ModelSpec
 from shardwright.plan.asked import completed, layout_fields, parse_layout
+from shardwright.plan.batch import batch_change, batch_sentence
 from shardwright.plan.comparison import Side
-from shardwright.plan.explain import check_modelled, explanation, plan_of
-from shardwright.plan.finding import Ranking, find, memory_limit
+from shardwright.plan.explain import accounts, plan_of
+from shardwright.plan.finding import Ranking, Wishes, find, memory_limit
 from shardwright.plan.memory import device_memory
+from shardwright.plan.pipeline import simulated_times
+from shardwright.plan.placement import placements
+from shardwright.plan.rules import BATCH_CODES, broken_rules
 from shardwright.plan.schedule import why_not
+from shardwright.plan.space import LOSS_CHUNKS
 from shardwright.plan.step import step_time
 from shardwright.plan.table import table_of
 from shardwright.planfile import MemoryTerms, Plan
 from shardwright.units import format_bytes, format_time
+
+INSIDE_A_LAYER = ("tp", "cp", "ep")
+"""Axes that pass something round in every layer."""
+
+
+QUIET = ("ep", "etp", "dispatch", "order", "recompute_every", "loss_chunks", "offload")
+"""Columns that are spoken of only where they are asked for, as in a label."""
 
 
 class Answer(NamedTuple):
@@ -44,7 +56,7 @@ def answer_why(
     model: ModelSpec,
     job: Job,
     cluster: Cluster,
-    fixed: Mapping[str, int | None],
+    fixed: Wishes,
     max_memory: str | None = None,
     top: int = 5,
     ranking: Ranking = "runnable_first",
@@ -55,7 +67,6 @@ def answer_why(
 
     Raises: LayoutError: ``text`` names no layout; and what ``find`` raises of its own input.
     """
-    check_modelled(model)
     asked = parse_layout(text)
     limit = min(cluster.device.memory, memory_limit(max_memory) or float("inf"))
     best, nothing = None, None
@@ -63,7 +74,7 @@ def answer_why(
         found = find(model, job, cluster, fixed, max_memory, top, ranking)
         best, document = found.best, found.document
     except NothingFitsError as error:
-        nothing, document = error, {"model": model.name, "best": [], "nothing_fits": str(error)}
+        nothing, document = error, {"model": model.name, "best": [], **error.document}
     why = why_layout(model, job, cluster, asked, limit, best)
     return Answer(document | {"why_layout": {"asked": text, **why}}, best, nothing)
 
@@ -73,7 +84,8 @@ def why_layout(
 ) -> dict[str, Any]:
     """The layout of some columns: broken rules, else memory against ``limit`` and time against ``best``.
 
-    Keys: ``label``, ``completed`` (what was not asked for), ``faults`` [code, message], ``layout``,
+    Keys: ``label``, ``completed`` (what was not asked for), ``faults`` [code, message], ``batch`` (what its
+    own global batch would do to the job, if that is all that is wrong), ``layout``,
     ``memory`` (terms, ``total``, ``limit``, ``left``: negative if too much), ``step`` (``time``,
     ``best_time``, ``ratio``, ``parts`` [part, time, best, difference]), ``fits_with`` (the fastest on its
     mesh that fits, if it does not itself), ``verdict`` (sentences). With faults there is no ``layout``,
@@ -81,24 +93,30 @@ def why_layout(
     """
     columns = completed(asked, model, job, cluster.ranks)
     values = layout_fields(columns, model)
-    layout = Layout.model_construct(**values)  # not checked: rules are listed, not raised
-    broken = list(_broken(layout, values, model, job, cluster, asked))
+    broken = list(_broken(values, model, job, cluster, asked))
+    batch = _other_batch(values, job, broken)
     document: dict[str, Any] = {
-        "label": layout.label,
-        "completed": {name: values[name] for name in columns if name in values and name not in asked},
+        "label": Layout.model_construct(**values).label,
+        "completed": {
+            name: values[name]
+            for name in columns
+            if name in values and name not in asked and name not in QUIET
+        },
         "faults": [fault._asdict() for fault in broken],
+        "batch": batch,
         "layout": None,
         "memory": None,
         "step": None,
         "fits_with": None,
     }
     if broken:
-        return document | {"verdict": [fault.message for fault in broken]}
-    if "ends" not in asked and layout.pp > 1:
+        told = [] if batch is None else [batch_sentence(batch)]
+        return document | {"verdict": [*(fault.message for fault in broken), *told]}
+    if "ends" not in asked and columns["pp"] > 1:
         columns["ends"] = _better_ends(columns, model, job, cluster, limit)
     layout = Layout(**layout_fields(columns, model))
     side = Side("asked", plan_of(model, job, cluster, layout), {})
-    side = side._replace(found=explanation(side.plan))
+    side = side._replace(found=accounts(side.plan))
     memory, step = _memory(side, limit), _step(side, best)
     other = None if memory["left"] >= 0 else _what_fits(columns, model, job, cluster, limit)
     fits = memory["left"] >= 0
@@ -120,38 +138,29 @@ def why_layout(
 
 
 def _broken(
-    layout: Layout,
-    values: Mapping[str, Any],
-    model: ModelSpec,
-    job: Job,
-    cluster: Cluster,
-    asked: Mapping[str, int],
+    values: Mapping[str, Any], model: ModelSpec, job: Job, cluster: Cluster, asked: Mapping[str, int]
 ) -> Iterator[Fault]:
-    stages = layout.pp * layout.chunks
-    if "dp" in asked and layout.dp != asked["dp"]:
-        split = f"dp_replicate={layout.dp_replicate} x dp_shard={layout.dp_shard}"
+    """Broken rules, without those of ranks that were made up here."""
+    replicate, shard = values["dp_replicate"], values["dp_shard"]
+    if "dp" in asked and replicate * shard != asked["dp"]:
+        split = f"dp_replicate={replicate} x dp_shard={shard}"
         yield Fault("dp", f"dp={asked['dp']} is not {split}: leave dp out")
-    enough = stages <= model.layers and min(layout.stage_layers, default=1) > 0
-    if not enough:
-        yield Fault(
-            "stages",
-            f"pp={layout.pp} x chunks={layout.chunks} = {stages} stages, model {model.name} has "
-            f"layers={model.layers}: give each stage a layer",
-        )
-    else:
-        try:
-            Layout.checked(values)
-        except LayoutError as contradiction:
-            yield Fault("layout", str(contradiction).removeprefix("layout: "))
-    of_ranks = faults(layout, job, cluster)
-    if layout.ranks != cluster.ranks and not {"dp", "dp_replicate", "dp_shard"} & asked.keys():
-        of_ranks = [fault for fault in of_ranks if fault.code == "ranks"]  # the batch's ranks were made up
-    yield from of_ranks
-    yield from (fault for fault in model_faults(layout, model, job) if enough or fault.code != "stage_layers")
-    if layout.pp > 1 and layout.schedule != "none":
-        fault = why_not(layout.schedule, layout.pp, layout.chunks, layout.microbatches)
-        if fault:
-            yield Fault("schedule", fault)
+    found = list(broken_rules(values, model, job, cluster))
+    if (
+        any(fault.code == "ranks" for fault in found)
+        and not {"dp", "dp_replicate", "dp_shard"} & asked.keys()
+    ):
+        found = [fault for fault in found if fault.code not in BATCH_CODES]
+    yield from found
+
+
+def _other_batch(values: Mapping[str, Any], job: Job, broken: Sequence[Fault]) -> dict[str, Any] | None:
+    """What the layout's own batch would do to the job's schedule, if nothing but the batch is wrong."""
+    if not broken or any(fault.code not in BATCH_CODES for fault in broken):
+        return None
+    axes = ("dp_replicate", "dp_shard", "micro_batch", "microbatches")
+    batch = prod(int(values[axis]) for axis in axes)
+    return batch_change(job, job.model_copy(update={"global_batch": batch}))
 
 
 # Other layouts on the same mesh
@@ -162,17 +171,19 @@ def _better_ends(
 ) -> int:
     """Lighter ends or not: the faster of those that fit, else the smaller."""
     light = model.layers // (columns["pp"] * columns["chunks"]) >= 2
-    rows = [{**columns, "ends": ends} for ends in ((0, 1) if light else (0,))]
-    table = table_of([Layout(**layout_fields(row, model)) for row in rows], model.layers)
-    device = device_memory(model, job, cluster.device, table)
-    time = step_time(model, job, cluster, table).time
+    layouts = [
+        Layout(**layout_fields({**columns, "ends": ends}, model)) for ends in ((0, 1) if light else (0,))
+    ]
+    device = device_memory(model, job, cluster.device, table_of(layouts, model.layers))
+    time = simulated_times(model, job, cluster, layouts)
     return int(np.lexsort((np.where(device > limit, device, time), device > limit))[0])
 
 
 def _what_fits(
     columns: Mapping[str, int], model: ModelSpec, job: Job, cluster: Cluster, limit: float
 ) -> dict[str, Any] | None:
-    """The fastest that fits on the same mesh, with more recomputation, ZeRO, sp or smaller microbatches."""
+    """The fastest that fits on the same mesh, with more recomputation, ZeRO, sp, smaller microbatches, the
+    loss in parts or tensors on the host; by the closed forms of pipelines."""
     layouts = [Layout(**layout_fields(row, model)) for row in _neighbours(columns, job)]
     table = table_of(layouts, model.layers)
     device = device_memory(model, job, cluster.device, table)
@@ -180,7 +191,8 @@ def _what_fits(
     if not np.isfinite(time).any():
         return None
     row = int(np.argmin(time))
-    return {"label": layouts[row].label, "total": float(device[row]), "step_time": float(time[row])}
+    simulated = float(simulated_times(model, job, cluster, [layouts[row]])[0])
+    return {"label": layouts[row].label, "total": float(device[row]), "step_time": simulated}
 
 
 def _neighbours(columns: Mapping[str, int], job: Job) -> Iterator[dict[str, int]]:
@@ -194,10 +206,13 @@ def _neighbours(columns: Mapping[str, int], job: Job) -> Iterator[dict[str, int]
         choices = product(
             sorted({zero, 3}) if zero and columns["pp"] == 1 else [zero],
             sorted({columns["sp"], 1}) if splits else [columns["sp"]],
-            range(len(RECOMPUTE_KINDS)),
+            [(kind, columns["recompute_every"] if kind == 2 else 1) for kind in range(len(RECOMPUTE_KINDS))],
+            sorted({columns["loss_chunks"], *LOSS_CHUNKS}),
+            range(len(OFFLOAD_KINDS)),
         )
-        for stage, sp, recompute in choices:
-            changed = {"micro_batch": micro_batch, "microbatches": microbatches}
+        for stage, sp, (recompute, every), chunks, offload in choices:
+            changed = {"micro_batch": micro_batch, "microbatches": microbatches, "recompute_every": every}
+            changed |= {"loss_chunks": chunks, "offload": offload}
             yield {**columns, **changed, "zero_stage": stage, "sp": sp, "recompute": recompute}
 
 
@@ -219,7 +234,7 @@ def _step(side: Side, best: Plan | None) -> dict[str, Any]:
             {"part": part, "time": value, "best": None, "difference": None} for part, value in parts.items()
         ]
         return {"time": time, "best_label": None, "best_time": None, "ratio": None, "parts": rows}
-    other = Side("best", best, explanation(best))
+    other = Side("best", best, accounts(best))
     theirs, best_time = other.parts(), float(other.found["step"]["time"])
     names = [*parts, *(part for part in theirs if part not in parts)]
     pairs = {part: (parts.get(part, 0.0), theirs.get(part, 0.0)) for part in names}
@@ -275,14 +290,15 @@ def _step_sentence(step: Mapping[str, Any], fits: bool) -> str:
 
 def _link_sentences(side: Side, cluster: Cluster) -> Iterator[str]:
     """Axes inside a layer whose groups leave a node."""
-    node = cluster.gpus_per_node
-    for axis in ("tp", "cp"):
+    node, layout = cluster.gpus_per_node, side.plan.layout
+    places = placements(table_of([layout], side.plan.model.layers), INSIDE_A_LAYER)
+    for axis, place in places.items():
         sent = [flow for flow in side.found["traffic"] if flow["axis"] == axis]
-        reach = side.plan.layout.tp * (side.plan.layout.cp if axis == "cp" else 1)
-        if sent and reach > node:
+        nodes = int(place.spread(node, cluster.ranks)[1].max())
+        if sent and nodes > 1:
             total, busy = (sum(flow[key] for flow in sent) for key in ("bytes", "busy_time"))
             yield (
-                f"a group of {axis}={getattr(side.plan.layout, axis)} reaches over {-(-reach // node)} nodes "
-                f"of {node} devices: {format_bytes(total)} a step goes {sent[0]['link']}, "
+                f"a group of {axis}={getattr(layout, axis)} reaches over {nodes} nodes "
+                f"of {node} devices: {format_bytes(total)} a step goes over the {sent[0]['link']}, "
                 f"which takes {format_time(busy)}"
             )

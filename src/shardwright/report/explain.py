@@ -1,12 +1,13 @@
 """What ``explain`` prints for people, from its JSON document."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.report.sensitivity import budget_table, fitting_text, sensitivity_table
 from shardwright.report.tables import table
 from shardwright.report.terminal import bar
 from shardwright.units import format_bytes, format_time
@@ -17,16 +18,23 @@ TERMS = (
 )
 """Of a ledger, in the order of the document."""
 
+PARTS = {"expert_parameters": "  of experts", "frozen_parameters": "  frozen"}
+"""Of the parameters, by their keys."""
+
 
 def explain_report(document: Mapping[str, Any]) -> RenderableType:
-    """Ledger, timeline, traffic and step time of one layout."""
+    """Ledger, timeline, traffic, step time of one layout, and what one change would do."""
     return Group(
         *_explain_head(document),
         _ledger_table(document),
+        fitting_text(document["fitting"]),
         _timeline_table(document),
         _activations_text(document),
         _traffic_table(document),
+        budget_table(document["budget"]),
         _step_table(document),
+        Text(document["timeline_text"]),
+        sensitivity_table(document),
     )
 
 
@@ -62,18 +70,18 @@ def _ledger_table(document: Mapping[str, Any]) -> RenderableType:
     if len(stages) == 1:
         found = table(title, "term", "bytes", "", "of the device")
         found.columns[2].justify = "left"
-        for name in (*TERMS, "total"):
-            share = heaviest[name] / memory
-            found.add_row(name, format_bytes(heaviest[name]), bar(share), f"{share:.1%}")
+        for name, key in _ledger_lines(stages):
+            share = heaviest[key] / memory
+            found.add_row(name, format_bytes(heaviest[key]), bar(share), f"{share:.1%}")
     else:
         heads = [f"rank {stage['stage']}" + ("*" if stage is heaviest else "") for stage in stages]
         found = table(title, "term", *heads, f"of the device, rank {heaviest['stage']}")
         found.add_row("layers", *(f"{stage['layers']}" for stage in stages))
         in_flight = (f"{stage['microbatches_in_flight']:.4g}" for stage in stages)
         found.add_row("microbatches in flight", *in_flight)
-        for name in (*TERMS, "total"):
-            share = heaviest[name] / memory
-            sizes = (format_bytes(stage[name]) for stage in stages)
+        for name, key in _ledger_lines(stages):
+            share = heaviest[key] / memory
+            sizes = (format_bytes(stage[key]) for stage in stages)
             found.add_row(name, *sizes, f"{share:.1%}", style="bold" if name == "total" else "")
     rest = ", ".join(f"{name} {format_bytes(value)}" for name, value in heaviest["at_rest"].items())
     foot = f"at rest, end of backward: {rest}"
@@ -81,7 +89,23 @@ def _ledger_table(document: Mapping[str, Any]) -> RenderableType:
         foot = f"* the heaviest rank, {foot}"
         if document["layout"]["pp"] > len(stages):
             foot += "; ranks between the second and the last hold what the second does, or less"
-    return Group(found, Text(foot))
+    return Group(found, Text(foot), *_beside_the_ledger(document, heaviest))
+
+
+def _ledger_lines(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Names and keys of the lines: terms, under parameters those parts that some stage has, and the total."""
+    lines = [(name, name) for name in (*TERMS, "total")]
+    parts = [(name, key) for key, name in PARTS.items() if any(stage[key] for stage in stages)]
+    return [*lines[:1], *parts, *lines[1:]]
+
+
+def _beside_the_ledger(document: Mapping[str, Any], heaviest: Mapping[str, Any]) -> list[RenderableType]:
+    """What rests on the host, and where the terms that are measured come from."""
+    moved = {"optimizer state": heaviest["host_optimizer"], "activations": heaviest["host_activations"]}
+    there = ", ".join(f"{name} {format_bytes(size)}" for name, size in moved.items() if size)
+    lines: list[RenderableType] = [Text(f"on the host, for each rank: {there}")] if there else []
+    told = "; ".join(f"{term}: {source}" for term, source in document["sources"].items() if heaviest[term])
+    return [*lines, Text(told, style="dim")] if told else lines
 
 
 def _timeline_table(document: Mapping[str, Any]) -> Table:
@@ -103,8 +127,10 @@ def _activations_text(document: Mapping[str, Any]) -> Text:
     saved = sum(kept["saved_by_block"].values())
     largest = sorted(kept["saved_by_block"].items(), key=lambda item: -item[1])[:6]
     in_flight = kept["microbatches_in_flight"]
+    every = f"/{kept['recompute_every']}" if kept["recompute_every"] > 1 else ""
+    of_kind = " with experts" if kept["kind"] == "experts" else ""
     text = (
-        f"recompute {kept['recompute']}: a block keeps {format_bytes(saved)} of "
+        f"recompute {kept['recompute']}{every}: a block{of_kind} keeps {format_bytes(saved)} of "
         f"{format_bytes(kept['saved_by_block_without_recompute'])} a microbatch, "
         f"x {kept['blocks']} blocks"
         + (f" x {in_flight:.4g} microbatches in flight; most: " if in_flight != 1 else "; most: ")
@@ -153,8 +179,9 @@ def _step_table(document: Mapping[str, Any]) -> RenderableType:
         return found
     stages = f"{layout['pp']} ranks" + (f" x {layout['chunks']} chunks" if layout["chunks"] > 1 else "")
     bubble = (
-        f"bubble: {layout['schedule']} on {stages}, {layout['microbatches']} microbatches: a rank is idle "
-        f"for {format_time(step['bubble'])}, {step['bubble_fraction']:.1%} of the step, if all took the "
-        f"slowest one's time; simulated with each stage's own: {format_time(step['bubble_simulated'])}"
+        f"bubble: {layout['schedule']} on {stages}, {layout['microbatches']} microbatches: the busiest rank "
+        f"is idle for {format_time(step['bubble'])}, {step['bubble_fraction']:.1%} of the step, simulated "
+        "with each stage's own time; if all took the slowest one's: "
+        f"{format_time(step['bubble_closed_form'])}"
     )
     return Group(found, Text(bubble))

@@ -1,6 +1,6 @@
 """What ``plan`` and ``plan --why`` print for people, from their JSON documents."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,6 +16,9 @@ NOTHING = "-"
 LONGEST_WORD = len("InterleavedZeroBubble")
 """Of a layout's label; narrower, words would be broken."""
 
+RARE = ("ep", "etp", "dispatch", "order", "recompute_every", "loss_chunks", "offload")
+"""Columns that few ask for: left as they are, they are not listed."""
+
 
 def plan_report(document: Mapping[str, Any]) -> RenderableType:
     """Best layouts, those that are faster but only modelled, and why the others are out."""
@@ -27,6 +30,8 @@ def plan_report(document: Mapping[str, Any]) -> RenderableType:
             f"({format_time(document['search_time'])})"
         )
     ]
+    if document.get("framework"):
+        parts.append(Text(f"only layouts that {document['framework']} runs", style="dim"))
     if document["assumed"]:
         parts.append(Text("assumed: " + ", ".join(document["assumed"]), style="dim"))
     bubbles = any(row["bubble_time"] > 0 for row in best)
@@ -41,9 +46,93 @@ def plan_report(document: Mapping[str, Any]) -> RenderableType:
         parts.append(_layouts(title, best, bubbles, runs=runs))
     if document["rejected"]:
         parts.append(_rejected(document))
-    parts.append(Text(document["why"], style="green"))
+    parts += [Text(sentence, style="green") for sentence in (document["why"], *_objective(document))]
     if not best[0]["runnable"]:
         parts.append(Text(_only_modelled(document), style="yellow"))
+    return Group(*parts)
+
+
+def pareto_plan_report(document: Mapping[str, Any]) -> RenderableType:
+    """The same, and the layouts of which no other is both as fast and as small."""
+    found = table("step time against memory", "layout", "step", "over the fastest", "memory", "left")
+    found.columns[0].min_width = LONGEST_WORD
+    fastest = document["pareto"][0]["step_time"]
+    for row in document["pareto"]:
+        found.add_row(
+            row["label"],
+            format_time(row["step_time"]),
+            f"{row['step_time'] / fastest - 1:.1%}",
+            format_bytes(row["device_memory"]),
+            format_bytes(row["headroom"]),
+        )
+    return Group(plan_report(document), found)
+
+
+def _objective(document: Mapping[str, Any]) -> Iterator[str]:
+    """What was best by another objective than time."""
+    said = document.get("objective", {"name": "time"})
+    if "cost_per_step" in document["best"][0]:
+        row = document["best"][0]
+        yield f"cost: {row['cost_per_step']:,.4g} a step, {row['cost_per_1e9_tokens']:,.4g} for 1e9 tokens"
+    if said["name"] == "gpus":
+        yield f"{said['gpus']:,} devices are the fewest, of those tried, on which something fits"
+        yield from (f"on {row['gpus']:,}: {_miss(row)}" for row in said["misses"])
+    if said["name"] == "micro-batch":
+        yield (
+            f"micro_batch={said['micro_batch']} at cp={said['cp']} is the largest that fits: "
+            f"{said['tokens']:,.0f} tokens on a rank"
+        )
+        larger = said["next"]
+        if larger is None:
+            yield "no larger microbatch is tried"
+        else:
+            yield f"micro_batch={larger['micro_batch']} at cp={larger['cp']}: {_miss(larger)}"
+    if said["name"] == "sequence":
+        yield (
+            f"seq={said['seq']:,} is the longest that fits, with global_batch={said['global_batch']:,}: a "
+            "batch has as many tokens as asked for"
+        )
+        yield from (f"seq={row['seq']:,}: {_miss(row)}" for row in said["misses"])
+
+
+def _miss(row: Mapping[str, Any]) -> str:
+    miss = row["nearest_miss"]
+    if miss is None:
+        return "no layout, " + ", ".join(f"{reason} ({count:,})" for reason, count in row["reasons"].items())
+    return (
+        f"[{miss['label']}] needs {format_bytes(miss['needs'])}, {format_bytes(miss['too_much'])} too much, "
+        f"{format_bytes(miss['largest_term_bytes'])} of it {miss['largest_term']}"
+    )
+
+
+def nothing_report(document: Mapping[str, Any]) -> RenderableType:
+    """How far each kind of layout is from fitting, why others are out, and on how many devices one fits."""
+    parts: list[RenderableType] = [
+        Text(f"nothing fits, of {document['considered']:,} layouts considered", style="bold")
+    ]
+    if document["kinds"]:
+        title = f"nearest to {format_bytes(document['device_memory'])} a device, each with least kept"
+        found = table(title, "split by", "layout", "needs", "too much", "largest term", text_columns=2)
+        for row in document["kinds"]:
+            found.add_row(
+                row["kind"],
+                row["label"],
+                format_bytes(row["needs"]),
+                format_bytes(row["too_much"]),
+                f"{row['largest_term']} {format_bytes(row['largest_term_bytes'])}",
+            )
+        for column in found.columns[2:4]:
+            column.no_wrap = True
+        parts.append(found)
+    if document["rejected"]:
+        parts.append(_rejected(document))
+    if document["fits_on"] is not None:
+        on = document["fits_on"]
+        parts.append(
+            Text(
+                f"on {on['gpus']:,} devices [{on['label']}] fits: {format_bytes(on['device'])}", style="green"
+            )
+        )
     return Group(*parts)
 
 
@@ -97,19 +186,26 @@ def why_report(document: Mapping[str, Any]) -> RenderableType:
     why = document["why_layout"]
     parts: list[RenderableType] = [Text(f"[{why['label']}]", style="bold")]
     if why["completed"]:
-        filled = ", ".join(f"{name}={_value(value)}" for name, value in why["completed"].items())
+        filled = ", ".join(
+            f"{name}={_value(value)}"
+            for name, value in why["completed"].items()
+            if name not in RARE or f"{name}=" in why["label"]
+        )
         parts.append(Text(f"not asked for, taken as: {filled}", style="dim"))
     if why["faults"]:
         found = table("it cannot be", "broken rule", "", text_columns=2)
         for fault in why["faults"]:
             found.add_row(fault["code"], fault["message"])
-        return Group(*parts, found)
+        other_batch = [Text(why["verdict"][-1], style="yellow")] if why["batch"] else []
+        return Group(*parts, found, *other_batch)
     parts += [_memory_table(why["memory"], why["layout"]["pp"] > 1), _step_table(why["step"])]
     parts += [Text(sentence, style="green") for sentence in why["verdict"]]
     return Group(*parts)
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "/".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,0 +1,189 @@
+"""Memory and time of a grid: each term at its own small shape, sums of them block by block.
+
+A term depends on few axes of a grid, so that nearly all the work is on small arrays; only the last sums are
+as large as the grid, and these are made in blocks that stay in the caches.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cluster import Cluster
+from shardwright.job import Job
+from shardwright.layout import RECOMPUTE_KINDS
+from shardwright.model import ModelSpec
+from shardwright.plan.collectives import Route
+from shardwright.plan.memory import beside_allocated, highest, rank_states, reserved_terms
+from shardwright.plan.moments import PeakTerm
+from shardwright.plan.parts import Part, Parts, part_times
+from shardwright.plan.placement import routes_of
+from shardwright.plan.space import BATCH, INNER, MEMORY, PIPE, Grid
+from shardwright.plan.step import inside_time, least_time, outside_time
+from shardwright.plan.table import Floats, added
+
+BLOCK_ROWS = 65_536
+"""Layouts summed at once: above it arrays fall out of the caches, below it numpy's calls dominate."""
+
+
+class Evaluated(NamedTuple):
+    """A piece of a grid with memory of a device [B] and time of a step [s].
+
+    A combination that is no layout has memory of minus infinity and takes for ever.
+    """
+
+    grid: Grid
+    device: Floats
+    seconds: Floats
+
+
+class Timed(NamedTuple):
+    """A grid with the seconds of a step as a sum: what all microbatches take, or less until it is worked out,
+    and what the data axes and the optimizer add, 0 until then. Infinite where there is no layout."""
+
+    grid: Grid
+    inside: Floats
+    outside: Floats
+    routes: Mapping[str, Route]
+    parts: Parts
+    places: tuple[NDArray[np.intp], ...]  # along every axis, of the grid it is what is left of
+
+    def floors(self) -> list[Floats]:
+        """The fastest step at each place of every axis, or less."""
+        pairs = zip(_floors(self.inside), _floors(self.outside), strict=True)
+        return [inside + outside for inside, outside in pairs]
+
+    def along(self, axis: int, index: slice | NDArray[np.intp]) -> "Timed":
+        """The part that some places of one axis make up."""
+        return Timed(
+            self.grid.along(axis, index),
+            _along(self.inside, axis, index),
+            _along(self.outside, axis, index),
+            {name: route.along(axis, index) for name, route in self.routes.items()},
+            _parts_along(self.parts, axis, index),
+            (*self.places[:axis], self.places[axis][index], *self.places[axis + 1 :]),
+        )
+
+    def pruned(self, below: float) -> "Timed | None":
+        """Without places of an axis at which every step takes ``below`` and longer; None: none is left."""
+        left = self
+        for axis, floor in enumerate(self.floors()):
+            keep = np.flatnonzero(floor < below)
+            if len(keep) == 0:
+                return None
+            if len(keep) < len(floor):
+                left = left.along(axis, keep)
+        return left
+
+
+def least(
+    model: ModelSpec, job: Job, cluster: Cluster, grid: Grid, routes: Mapping[str, Route] | None = None
+) -> Timed:
+    """A grid with what every layout takes at least; ``routes`` of all its axes if at hand."""
+    routes = routes or routes_of(cluster, grid.table)
+    parts = part_times(model, job, cluster, grid.table, routes)
+    time = least_time(model, grid.table, parts)
+    places = tuple(np.arange(n) for n in grid.table.shape)
+    return Timed(grid, time, np.where(grid.valid, 0.0, np.inf), routes, parts, places)
+
+
+def of_microbatches(model: ModelSpec, job: Job, grid: Timed) -> Timed:
+    """The same with what all microbatches take, in the schedule of each layout."""
+    inside = inside_time(model, job, grid.grid.table, grid.routes, grid.parts)
+    there = np.where(grid.grid.shared & grid.grid.ordered, 0.0, np.inf)
+    return grid._replace(inside=added(there, inside.time, inside.bubble))
+
+
+def whole_step(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Timed:
+    """The same with what the data axes and the optimizer add."""
+    outside = outside_time(model, job, cluster, grid.grid.table, grid.routes, grid.parts)
+    return grid._replace(
+        outside=added(grid.outside, *outside.exposed.values(), outside.copies, outside.update)
+    )
+
+
+def evaluate(
+    model: ModelSpec, job: Job, cluster: Cluster, timed: Timed, below: float = np.inf
+) -> Iterator[Evaluated]:
+    """Memory of every layout of a grid beside its time, piece by piece; pieces without a step of less than
+    ``below`` seconds are left out."""
+    grid = timed.grid
+    shape = grid.table.shape
+    ranks = rank_states(model, job, grid.table)
+    terms = reserved_terms(model, job, cluster.device, grid.table, ranks)
+    besides = beside_allocated(model, job, cluster.device, grid.table, ranks)
+    beside = [np.where(grid.valid, besides, -np.inf)]
+    if not (grid.shared & grid.ordered).all():
+        beside.append(np.where(grid.shared & grid.ordered, 0.0, -np.inf))
+    scale = 1 + cluster.device.allocator_margin
+    for axis, index in _blocks(shape):
+        seconds = _along(timed.inside, axis, index) + _along(timed.outside, axis, index)
+        if seconds.min() >= below:
+            continue
+        block = grid.along(axis, index)
+        cut = [PeakTerm(*(_along(part, axis, index) for part in term)) for term in terms]
+        device = highest(cut, block.table.shape)
+        device *= scale
+        for part in beside:
+            device += _along(part, axis, index)
+        yield Evaluated(block, device, np.broadcast_to(seconds, device.shape))
+
+
+def least_memory(model: ModelSpec, job: Job, cluster: Cluster, timed: Timed) -> Evaluated:
+    """The layouts of the smallest microbatch and full recomputation: what does not fit among them fits with
+    no other microbatch or recomputation either. Their time is not worked out."""
+    table = timed.grid.table
+    full = (table.recompute == RECOMPUTE_KINDS.index("full")) & (table.recompute_every == 1)
+    kept = np.flatnonzero(full) if full.any() else np.arange(table.shape[MEMORY])
+    grid = timed.grid.along(MEMORY, kept).along(BATCH, np.array([0]))
+    ranks = rank_states(model, job, grid.table)
+    device = highest(reserved_terms(model, job, cluster.device, grid.table, ranks), grid.table.shape)
+    device *= 1 + cluster.device.allocator_margin
+    device += beside_allocated(model, job, cluster.device, grid.table, ranks)
+    device = np.where(grid.valid, device, np.inf)
+    return Evaluated(grid, device, np.broadcast_to(np.inf, device.shape))
+
+
+def _floors(part: Floats) -> list[Floats]:
+    """The least value at each place of every axis, each a column.
+
+    By halves of the axes: the whole array is only gone through twice.
+    """
+
+    def least_along(values: Floats, axes: tuple[int, ...]) -> list[Floats]:
+        if len(axes) == 1:
+            return [values.reshape(-1)]
+        half = len(axes) // 2
+        return [
+            floor
+            for mine, others in ((axes[:half], axes[half:]), (axes[half:], axes[:half]))
+            for floor in least_along(values.min(axis=others, keepdims=True), mine)
+        ]
+
+    return least_along(part, tuple(range(part.ndim)))
+
+
+def _varies(part: Floats, axis: int) -> bool:
+    return part.ndim > axis and part.shape[axis] > 1
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """Slices of the axis that cuts a grid into blocks best."""
+    pieces = -(-int(np.prod(shape)) // BLOCK_ROWS)
+    axis = next((axis for axis in (INNER, PIPE, BATCH) if shape[axis] >= pieces), int(np.argmax(shape)))
+    size = max(shape[axis] // pieces, 1)
+    for first in range(0, shape[axis], size):
+        yield axis, slice(first, min(first + size, shape[axis]))
+
+
+def _parts_along(parts: Parts, axis: int, index: slice | NDArray[np.intp]) -> Parts:
+    def cut(part: Part) -> Part:
+        return Part(*(_along(np.asarray(time), axis, index) for time in part))
+
+    experts = None if parts.experts is None else cut(parts.experts)
+    return Parts(cut(parts.block), experts, cut(parts.embedding), cut(parts.head))
+
+
+def _along(part: Floats, axis: int, index: slice | NDArray[np.intp]) -> Floats:
+    return part[(slice(None),) * axis + (index,)] if _varies(part, axis) else part

@@ -1,0 +1,209 @@
+"""What one block, the embedding and the head take on one rank, for each microbatch: computation, and the
+communication inside them that nothing hides.
+
+tp is exposed, and so are the trades of experts; a ring of keys and values hides under attention; offloaded
+activations travel under the computation of their block.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright.cluster import Cluster, Device
+from shardwright.job import Job
+from shardwright.layout import CONTEXT_KINDS, OFFLOAD_KINDS
+from shardwright.model import ModelSpec
+from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES, Kind
+from shardwright.plan.collectives import Route, collective_time
+from shardwright.plan.compute import (
+    BlockTimes,
+    block_times,
+    embedding_times,
+    head_times,
+)
+from shardwright.plan.compute import Work as Computation
+from shardwright.plan.experts import dispatch_time
+from shardwright.plan.holdings import block_kinds
+from shardwright.plan.placement import routes_of
+from shardwright.plan.table import Floats, LayoutTable
+from shardwright.plan.traffic import (
+    Rounds,
+    context_rounds,
+    expert_tp_rounds,
+    keys_and_values,
+    tp_rounds,
+    traded_heads,
+)
+
+
+class Part(NamedTuple):
+    """Seconds of one microbatch in a block, the embedding or the head: computation, and what is exposed
+    inside, by axis, forward and backward together."""
+
+    forward: Floats
+    backward: Floats
+    weight_gradients: Floats | float = 0.0  # of backward
+    tp: Floats | float = 0.0
+    cp: Floats | float = 0.0
+    ep: Floats | float = 0.0
+    host: Floats | float = 0.0
+
+    @property
+    def beside(self) -> Floats:
+        """Exposed communication."""
+        return np.asarray(self.tp + self.cp + self.ep + self.host)
+
+    @property
+    def inside(self) -> Floats:
+        """All of it."""
+        return self.forward + self.backward + self.beside
+
+
+class Parts(NamedTuple):
+    """The parts of a model; ``experts`` is a block with experts, if there is one, and ``block`` it too if all
+    have."""
+
+    block: Part
+    experts: Part | None
+    embedding: Part
+    head: Part
+
+
+def part_times(
+    model: ModelSpec,
+    job: Job,
+    cluster: Cluster,
+    table: LayoutTable,
+    routes: Mapping[str, Route] | None = None,
+) -> Parts:
+    """Seconds of one microbatch in each part, for every row; ``routes`` of all axes if they are at hand."""
+    routes = routes or routes_of(cluster, table)
+    tokens = table.micro_batch * job.seq / table.cp
+    by_sequence = np.where(table.sp == 1, table.tp, 1)
+    work = Computation(tokens, table.tp, by_sequence, table.cp, table.cp_kind, table.ep, table.etp)
+    blocks = [_block(model, job, cluster.device, table, routes, work, kind) for kind in model.block_kinds]
+    experts = blocks[-1] if "experts" in model.block_kinds else None
+    return Parts(blocks[0], experts, *_ends(model, job, cluster.device, table, routes, work))
+
+
+def hop_time(model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route]) -> Floats:
+    """Passing one microbatch's residual stream to the next stage [s]; without a pipeline, 0."""
+    by_sequence = np.where(table.sp == 1, table.tp, 1)
+    tokens = table.micro_batch * job.seq / table.cp
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens / by_sequence
+    return np.where(table.pp > 1, collective_time("send", vector, 1, routes["pp"]), 0.0)
+
+
+def beyond(communication: Floats, computation: Floats, overlap: float) -> Floats:
+    """Part of ``communication`` that ``computation`` does not hide."""
+    hidden = np.minimum(communication, computation)
+    return communication - (hidden if overlap == 1 else overlap * hidden)
+
+
+def _block(
+    model: ModelSpec,
+    job: Job,
+    device: Device,
+    table: LayoutTable,
+    routes: Mapping[str, Route],
+    work: Computation,
+    kind: Kind,
+) -> Part:
+    times = block_times(model, job, device, work, kind)
+    full = times.recompute_full / table.recompute_every
+    again = np.where(
+        table.recompute == 2, full, np.where(table.recompute == 1, times.recompute_selective, 0.0)
+    )
+    rounds = tp_rounds(table) if kind == "dense" else expert_tp_rounds(model, table)
+    return Part(
+        forward=times.forward,
+        backward=times.backward + again,
+        weight_gradients=times.weight_gradients,
+        tp=_tensor_time(model, job, table, routes["tp"], work.tokens, rounds),
+        cp=_context_time(model, job, table, routes["cp"], work.tokens, times, device.overlap),
+        ep=dispatch_time(model, job, table, routes["ep"]) if kind == "experts" else 0.0,
+        host=_offload_time(model, job, device, table, times, kind),
+    )
+
+
+def _tensor_time(
+    model: ModelSpec, job: Job, table: LayoutTable, route: Route, tokens: Floats, rounds: Rounds
+) -> Floats:
+    """Exchanges over tp in one block: two all-reduces a pass, or with sp gathers and scatters."""
+    if (table.tp == 1).all():
+        return np.zeros((1,) * table.tp.ndim)
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
+    count = rounds.forward + rounds.backward
+    split = count * collective_time("all_gather", vector, 1, route)
+    whole = count / 2 * collective_time("all_reduce", vector, 1, route)
+    return np.where(table.tp > 1, np.where(table.sp == 1, split, whole), 0.0)
+
+
+def _context_time(
+    model: ModelSpec,
+    job: Job,
+    table: LayoutTable,
+    route: Route,
+    tokens: Floats,
+    times: BlockTimes,
+    overlap: float,
+) -> Floats:
+    """Exposed time of context parallelism in one block: a ring hides under attention, the others do not.
+
+    A rank computes on one part of the keys while the next arrives: the last one hides nothing.
+    """
+    if (table.cp == 1).all():
+        return np.zeros((1,) * table.cp.ndim)
+    rounds, cp = context_rounds(table, job.precision), table.cp
+    own = keys_and_values(model, job.precision, table, tokens)
+    again = np.where(table.recompute == 2, 1.0 / table.recompute_every, 0.0)
+    under, under_back = times.attention * (cp - 1) / cp, times.attention_backward * (cp - 1) / cp
+    ahead = collective_time("send", rounds.forward * own * (cp - 1), rounds.forward * (cp - 1), route)
+    back = collective_time("send", rounds.backward * own * (cp - 1), (1 + again) * (cp - 1) + cp, route)
+    ring = beyond(ahead, under, overlap) + beyond(back, under_back + again * under, overlap)
+    passes = rounds.forward + rounds.backward
+    gathered = passes * collective_time("all_gather", own * cp, 1, route)
+    traded = (
+        4
+        * rounds.trades
+        * collective_time("all_to_all", traded_heads(model, job.precision, table, tokens) / 4, 1, route)
+    )
+    assert CONTEXT_KINDS == ("none", "ring", "all_gather", "ulysses")
+    kind = table.cp_kind
+    return np.where(kind == 0, 0.0, np.where(kind == 1, ring, np.where(kind == 2, gathered, traded)))
+
+
+def _offload_time(
+    model: ModelSpec, job: Job, device: Device, table: LayoutTable, times: BlockTimes, kind: Kind
+) -> Floats:
+    """What a block's saved tensors wait for on their way to the host and back, beside its computation."""
+    moved = table.offload >= OFFLOAD_KINDS.index("activations")
+    if not moved.any():
+        return np.zeros((1,) * table.offload.ndim)
+    tokens = table.micro_batch * job.seq / table.cp
+    copy = block_kinds(model, job, table, kind).saved_bytes * tokens / device.host_bandwidth
+    return np.where(moved, beyond(copy, times.forward, 1.0) + beyond(copy, times.backward, 1.0), 0.0)
+
+
+def _ends(
+    model: ModelSpec,
+    job: Job,
+    device: Device,
+    table: LayoutTable,
+    routes: Mapping[str, Route],
+    work: Computation,
+) -> tuple[Part, Part]:
+    """Embedding and head: over tp, each passes one vector a token as a block's half does, an all-reduce or
+    with sp a gather and a scatter; and the loss three sums."""
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * work.tokens
+    loss = WIDE_BYTES[job.precision] * work.tokens
+    split = 2 * collective_time("all_gather", vector, 1, routes["tp"])
+    passed = np.where(table.sp == 1, split, collective_time("all_reduce", vector, 1, routes["tp"]))
+    summed = 3 * collective_time("all_reduce", loss, 1, routes["tp"])
+    chunks = table.loss_chunks
+    embedding = embedding_times(model, job, device, work)
+    head = [
+        part * chunks for part in head_times(model, job, device, work._replace(tokens=work.tokens / chunks))
+    ]
+    return Part(embedding[0], embedding[1], tp=passed), Part(head[0], head[1], tp=passed + summed)

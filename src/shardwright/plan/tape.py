@@ -1,0 +1,177 @@
+"""A sequence of operations played forward and backward: what autograd keeps, and what lives at every moment.
+
+The operations are data: what each reads, makes and keeps. From them follow the saved tensors, and the
+working set while the sequence is computed again and while its gradients are made, in autograd's order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright.layout import Recompute
+
+
+class Op(NamedTuple):
+    """One operation. Amounts are bytes for each token, but for ``gradient``.
+
+    ``reads``: tensors that it makes gradients of; ``makes``: its outputs; ``keeps``: what it needs in the
+    backward pass; ``stays``: outputs that selective recomputation keeps. An operation that ``adds`` hands its
+    output's gradient on as it is. ``around`` and ``around_backward`` live while it works.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    makes: Mapping[str, float]
+    keeps: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
+    gradient: float = 0.0  # bytes of weight gradients
+    adds: bool = False
+    around: float = 0.0
+    around_backward: float = 0.0
+
+
+Step = tuple[Op, ...]
+"""Operations whose inputs are freed together, when the last is done; backward they follow one another."""
+
+
+class Moment(NamedTuple):
+    """A candidate for the peak inside one block's backward pass."""
+
+    name: str
+    token_bytes: float  # of the block's own tensors, for each token
+    gradient_bytes: float  # of weight gradients made so far, not yet reduced
+    fresh_bytes: float  # of the one made last: all there is when it is added to an older one at once
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """What a block keeps [B for each token, by tensor] and the moments that may be the peak."""
+
+    saved: Mapping[str, float]
+    moments: tuple[Moment, ...]
+
+    @property
+    def saved_bytes(self) -> float:
+        """Kept for the backward pass, for each token [B]."""
+        return sum(self.saved.values())
+
+
+@dataclass
+class _Tape:
+    """Tensors alive while a sequence is played; remembers every moment something was made."""
+
+    live: dict[str, float]
+    gradients: float = 0.0
+    moments: list[Moment] = field(default_factory=list)
+
+    def make(self, step: str, tensors: Mapping[str, float], around: float, gradient: float = 0.0) -> None:
+        self.live.update(tensors)
+        self.gradients += gradient
+        self.moments.append(Moment(step, sum(self.live.values()) + around, self.gradients, gradient))
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            del self.live[name]
+
+
+def played(steps: Sequence[Step], source: Mapping[str, float], recompute: Recompute) -> BlockActivations:
+    """Saved tensors and moments of a sequence that starts from the one tensor of ``source``.
+
+    With recomputation the block's input is kept whether an operation needs it or not. The output, which the
+    last operation makes first, belongs to whoever reads it.
+    """
+    ops = [op for step in steps for op in step]
+    sizes = dict(source) | {name: size for op in ops for name, size in op.makes.items()}
+    needed = {name for op in ops for name in op.keeps}
+    saved = needed
+    if recompute != "none":
+        saved = set(source)
+    if recompute == "selective":
+        saved = saved | {name for op in ops for name in op.stays}
+    kept = {name: size for name, size in sizes.items() if name in saved and size}
+    output = next(iter(ops[-1].makes))
+    tape = _Tape(dict(kept) | {"grad": sizes[output]})
+    if recompute != "none":
+        _recompute(tape, steps, needed | set(source))
+    _backward(tape, ops, sizes, output)
+    return BlockActivations(kept, _worst(tape.moments))
+
+
+def _recompute(tape: _Tape, steps: Sequence[Step], needed: set[str]) -> None:
+    """The forward pass again, up to the last tensor that is needed; kept outputs are taken, not made."""
+    end = max(place for place, step in enumerate(steps) if any(needed & set(op.makes) for op in step))
+    last_use = {name: place for place, step in enumerate(steps) for op in step for name in op.reads}
+    for place, step in enumerate(steps[: end + 1]):
+        makes = {name: size for op in step for name, size in op.makes.items()}
+        tape.make("recompute", makes, max(op.around for op in step))
+        tape.free(
+            *(name for name in tape.live if last_use.get(name) == place and name not in needed | {"grad"})
+        )
+    tape.free(*(name for name in tape.live if name not in needed | {"grad"}))
+
+
+def _backward(tape: _Tape, ops: Sequence[Op], sizes: Mapping[str, float], output: str) -> None:
+    """Gradients, last operation first; a saved tensor goes when the first operation that kept it is done."""
+    keeper: dict[str, Op] = {}
+    for op in ops:
+        for name in op.keeps:
+            keeper.setdefault(name, op)
+    held = _Gradients(tape, sizes, {output: "grad"})
+    for op in reversed(ops):
+        if op.adds:
+            held.share(next(iter(op.makes)), op.reads)
+            continue
+        held.make(op)
+        tape.free(*(name for name in dict.fromkeys(op.keeps) if keeper[name] is op and name in tape.live))
+    left = set(tape.live) - set(held.buffer)
+    assert left == set(held.buffer.values()), f"left after the backward pass: {left}"
+
+
+@dataclass
+class _Gradients:
+    """Gradients on their way: the buffer of each tensor's; several tensors may share one, as summands do."""
+
+    tape: _Tape
+    sizes: Mapping[str, float]
+    buffer: dict[str, str]
+
+    def share(self, total: str, parts: tuple[str, ...]) -> None:
+        """The gradient of a sum is that of each summand."""
+        shared = self.buffer.pop(total)
+        assert not any(part in self.buffer for part in parts), f"a summand of {total} has a gradient"
+        self.buffer |= dict.fromkeys(parts, shared)
+
+    def make(self, op: Op) -> None:
+        """Backward of ``op``; a second gradient of one tensor is added to the first, in place if nothing else
+        shares it (torch/csrc/autograd/input_buffer.cpp)."""
+        again = [name for name in op.reads if name in self.buffer]
+        fresh = {name: f"d_{name}_too" if name in again else f"d_{name}" for name in op.reads}
+        self.tape.make(
+            f"{op.name} backward",
+            {buffer: self.sizes[name] for name, buffer in fresh.items()},
+            op.around_backward,
+            op.gradient,
+        )
+        self._release(op.makes)
+        for name in again:
+            if list(self.buffer.values()).count(self.buffer[name]) > 1:
+                self.tape.make(f"{op.name} backward", {f"d_{name}": self.sizes[name]}, 0.0)
+                self.buffer[name] = f"d_{name}"
+            self.tape.free(fresh[name])
+        self.buffer = {name: buffer for name, buffer in fresh.items() if name not in again} | self.buffer
+
+    def _release(self, outputs: Mapping[str, float]) -> None:
+        done = {self.buffer.pop(name) for name in outputs if name in self.buffer}
+        self.tape.free(*(done - set(self.buffer.values())))
+
+
+def _worst(moments: list[Moment]) -> tuple[Moment, ...]:
+    """Moments that no other one exceeds in tensors and gradients alike; the first of equal ones."""
+    amounts = np.array([moment[1:] for moment in moments])
+    ours, theirs = amounts[:, None], amounts[None]
+    place = np.arange(len(moments))
+    more = np.any(theirs > ours, axis=-1) | (place[None] < place[:, None])
+    exceeded = np.any(np.all(theirs >= ours, axis=-1) & more, axis=1)
+    return tuple(moment for moment, less in zip(moments, exceeded.tolist(), strict=True) if not less)

@@ -17,6 +17,7 @@ from shardwright.plan.compute import (
     embedding_times,
     head_times,
     model_flops_per_token,
+    needed_flops_per_token,
     optimizer_time_per_parameter,
 )
 from shardwright.plan.params import BLOCK, active_parameters, parameter_table
@@ -295,3 +296,13 @@ def test_every_preset_has_times():
         for kind in kinds(model):
             assert all(np.isfinite(part) for part in block_times(model, JOB, H100, work(), kind))
         assert min(*head_times(model, JOB, H100, work()), *embedding_times(model, JOB, H100, work())) > 0
+
+
+def test_a_frozen_base_needs_no_weight_gradients():
+    """Two of the six FLOPs of a parameter of a matrix are its weight gradient's."""
+    model = preset("llama-3.1-8b")
+    whole = Job(seq=8192, global_batch=8)
+    lora = whole.model_copy(update={"lora_rank": 16, "lora_targets": ("query",)})
+    matrices = parameter_table(model).parameters - 65 * model.hidden - model.vocab * model.hidden
+    assert needed_flops_per_token(model, whole) == model_flops_per_token(model, 8192)
+    assert needed_flops_per_token(model, whole) - needed_flops_per_token(model, lora) == 2 * matrices

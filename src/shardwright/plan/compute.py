@@ -84,6 +84,13 @@ def model_flops_per_token(
     return 6 * (blocks + ends) + (6 if convention == "korthikanti" else 3) * scores
 
 
+def needed_flops_per_token(model: ModelSpec, job: Job) -> float:
+    """FLOPs that a job needs for one token: ``palm``, less the weight gradients of a frozen base. Those of
+    adapters, a thousandth, are left out."""
+    flops = model_flops_per_token(model, job.seq)
+    return flops - 2 * sum(_active_matrices(model)) if job.lora_rank else flops
+
+
 def _active_matrices(model: ModelSpec) -> tuple[int, int]:
     """Parameters of matrices that a token meets: in all blocks, and in the head."""
     blocks = 0

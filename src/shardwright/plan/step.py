@@ -21,7 +21,7 @@ from shardwright.plan.accounting import accounting_row, is_trained
 from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, makespan_bubble
 from shardwright.plan.collectives import Route, collective_time
-from shardwright.plan.compute import model_flops_per_token, optimizer_time_per_parameter
+from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.parts import Part, Parts, beyond, hop_time, part_times
@@ -207,7 +207,7 @@ def tokens_per_second_per_device(job: Job, cluster: Cluster, time: Floats) -> Fl
 
 def mfu(model: ModelSpec, job: Job, cluster: Cluster, time: Floats) -> Floats:
     """Model FLOPs utilisation: full-attention count over the dense peak."""
-    flops = model_flops_per_token(model, job.seq) * job.tokens_per_step
+    flops = needed_flops_per_token(model, job) * job.tokens_per_step
     return np.asarray(flops / (time * cluster.ranks * cluster.device.peak(job.precision)))
 
 

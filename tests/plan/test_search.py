@@ -241,14 +241,6 @@ def test_what_fits_in_no_other_way_rests_on_the_host():
     assert "optimizer" in find(model, job, cluster, {}).best.layout.offload
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-14b"])
-def test_a_model_of_7_to_14_b_on_one_node_ends_in_sharded_data_parallel(name):
-    """What is trained in practice: fully sharded, no replicas, over the fast links of one node."""
-    best = find(preset(name), Job(seq=4096, global_batch=64), cluster_of("h100-sxm", 8), {}).best
-    assert best.layout.dp_shard == 8
-    assert best.prediction.memory.total <= best.cluster.device.memory
-
-
 @pytest.mark.parametrize("limit", ["40 GiB", "60 GiB"])
 def test_max_memory_is_kept(limit):
     found = find(preset("llama-3.1-8b"), Job(seq=4096, global_batch=64), cluster_of("h100-sxm", 8), {}, limit)
@@ -324,19 +316,6 @@ def test_tp_never_crosses_a_node_when_another_layout_fits(name, seq, batch, rank
     assert table.tp[0] <= 8
     crossing = search(model, job, cluster, {"tp": [16, 32, 64]})
     assert crossing.time[by_time(crossing)[0][0]] > 1.05 * found.time[order[0]]
-
-
-def test_a_sequence_too_long_for_one_rank_is_split_over_cp():
-    """Half a million tokens of an 8B on one node: with microbatches of one sequence, all recomputed, no
-    layout of the data axes fits."""
-    found = search(preset("llama-3.1-8b"), Job(seq=524_288, global_batch=8), cluster_of("h100-sxm", 8))
-    _, table = by_time(found)
-    assert table.cp[0] > 1
-    assert not (table.cp * table.tp * table.pp == 1).any()
-    near = search(preset("llama-3.1-8b"), Job(seq=524_288, global_batch=8), cluster_of("h100-sxm", 8),
-                  {"pp": [1], "cp": [1], "tp": [1], "micro_batch": [1], "recompute": [2]})  # fmt: skip
-    assert len(near.best) == 0
-    assert near.rejected["out_of_memory"] > 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from shardwright.description import nearest
 from shardwright.errors import MissingExtraError, ModelError
 from shardwright.hf_config import config_path, model_from, read_config, text_part
 from shardwright.hf_families import READERS
+from shardwright.plan.counts import active_parameters, mtp_parameters
 from shardwright.plan.params import (
     BLOCK,
     EMBEDDING,
@@ -23,8 +24,6 @@ from shardwright.plan.params import (
     Role,
     Tensor,
     Unit,
-    active_parameters,
-    mtp_parameters,
     parameter_table,
 )
 

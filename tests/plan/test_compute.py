@@ -20,7 +20,8 @@ from shardwright.plan.compute import (
     needed_flops_per_token,
     optimizer_time_per_parameter,
 )
-from shardwright.plan.params import BLOCK, active_parameters, parameter_table
+from shardwright.plan.counts import active_parameters
+from shardwright.plan.params import BLOCK, parameter_table
 
 
 def tokens_per_second(tflops_per_s, model, seq, convention):

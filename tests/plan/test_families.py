@@ -23,6 +23,7 @@ from shardwright.job import Job
 from shardwright.layout import Layout, model_faults, not_runnable_reasons
 from shardwright.model import BUILT_TYPES, ModelSpec, ModelType, preset, preset_names
 from shardwright.plan.compute import model_flops_per_token
+from shardwright.plan.counts import active_parameters, gpt_parameters, mtp_parameters, mtp_tensors
 from shardwright.plan.finding import find
 from shardwright.plan.memory import device_memory
 from shardwright.plan.params import (
@@ -30,10 +31,6 @@ from shardwright.plan.params import (
     EMBEDDING,
     HEAD,
     ParameterTable,
-    active_parameters,
-    gpt_parameters,
-    mtp_parameters,
-    mtp_tensors,
     parameter_table,
 )
 from shardwright.plan.splits import stage_layers

@@ -16,9 +16,10 @@ from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.attention import BACKWARD_ATTENTION as BACKWARD_ATTENTION
 from shardwright.plan.attention import attended_lengths, attention_times, head_sizes
+from shardwright.plan.counts import active_parameters
 from shardwright.plan.gemm import gemm_time, memory_rate
 from shardwright.plan.names import naming
-from shardwright.plan.params import EMBEDDING, active_parameters, parameter_table
+from shardwright.plan.params import EMBEDDING, parameter_table
 from shardwright.plan.products import (
     Kind,
     block_matrices,

@@ -25,7 +25,7 @@ from shardwright.plan.params import EMBEDDING, HEAD
 from shardwright.plan.shards import UnitElements, weighted_elements
 from shardwright.plan.table import table_of
 from shardwright.plan.traffic import unit_copies
-from shardwright.run import dp, step
+from shardwright.run import dp, model, step
 from shardwright.units import GiB, KiB
 
 PEAK = 0.005
@@ -307,7 +307,7 @@ def dp_grad(parameter):
 def upcast_loss(logits, target, tokens):
     """The usual loss: fp32 logits and their log-softmax."""
     flat = logits.flatten(0, -2).float()
-    return torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="sum") / tokens
+    return torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="sum")[None] / tokens
 
 
 BROKEN_RUNTIMES = {
@@ -326,7 +326,7 @@ BROKEN_RUNTIMES = {
     "parameters rest in bf16": (
         Plan(m=1), step, "parameter_dtype", lambda _: torch.bfloat16, STATE | {"peak"},
     ),
-    "loss in fp32": (Plan(changed(vocab=32000), m=1), step, "cross_entropy", upcast_loss, {"peak"}),
+    "loss in fp32": (Plan(changed(vocab=32000), m=1), model, "cross_entropy", upcast_loss, {"peak"}),
 }  # fmt: skip
 
 

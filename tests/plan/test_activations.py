@@ -14,7 +14,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.activations import Split, block_activations, rotary_table_bytes
 from shardwright.plan.other_runtimes import llama_block_saved_bytes
 from shardwright.run.kernels import wide
-from shardwright.run.model import Block, Transformer, rotary_tables
+from shardwright.run.model import Block, Places, Transformer, rotary_tables
 from shardwright.run.recompute import apply_recompute
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -156,16 +156,16 @@ def block_inputs(spec, precision, batch=2, seq=24):
     model = Transformer(spec).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    tables = rotary_tables(spec, seq, torch.device("cpu"), wide(dtype))
-    return model, torch.randn(batch, seq, spec.hidden, dtype=dtype, requires_grad=True), tables
+    places = Places(*rotary_tables(spec, torch.arange(seq), wide(dtype)), None)
+    return model, torch.randn(batch, seq, spec.hidden, dtype=dtype, requires_grad=True), places
 
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", SPECS)
 def test_saved_tensors_of_a_real_block(name, precision):
     """What autograd is given to keep: unique storages, parameters and rotary tables left out."""
-    model, x_BSE, tables = block_inputs(SPECS[name], precision)
-    ours = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *tables)}
+    model, x_BSE, places = block_inputs(SPECS[name], precision)
+    ours = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *places[:2])}
     saved = {}
 
     def pack(tensor):
@@ -175,7 +175,7 @@ def test_saved_tensors_of_a_real_block(name, precision):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out_BSE = model.model.layers[0](x_BSE, *tables)
+        out_BSE = model.model.layers["0"](x_BSE, places)
     assert out_BSE.requires_grad
     tokens = x_BSE.shape[0] * x_BSE.shape[1]
     activations = block_activations(SPECS[name], JOBS[precision], "none")
@@ -188,11 +188,11 @@ def test_saved_tensors_of_a_real_block(name, precision):
 @pytest.mark.parametrize("name", SPECS)
 def test_what_a_real_block_leaves_alive(name, precision, recompute):
     """Storages that outlive the forward pass while its graph is held, with what recomputation caches."""
-    model, x_BSE, tables = block_inputs(SPECS[name], precision)
+    model, x_BSE, places = block_inputs(SPECS[name], precision)
     apply_recompute(model, recompute, KEPT_BY_SELECTIVE if recompute == "selective" else ())
-    block: Block = model.model.layers[0]
-    with Births([*model.parameters(), *tables, x_BSE]) as births:
-        graph = block(x_BSE, *tables).grad_fn  # the output itself belongs to whatever reads it
+    block: Block = model.model.layers["0"]
+    with Births([*model.parameters(), *places[:2], x_BSE]) as births:
+        graph = block(x_BSE, places).grad_fn  # the output itself belongs to whatever reads it
     assert graph is not None
     tokens = x_BSE.shape[0] * x_BSE.shape[1]
     predicted = tokens * block_activations(SPECS[name], JOBS[precision], recompute).saved_bytes
@@ -201,5 +201,5 @@ def test_what_a_real_block_leaves_alive(name, precision, recompute):
 
 def test_rotary_tables_are_measured_too():
     for precision, dtype in DTYPES.items():
-        tables = rotary_tables(SPECS["grouped"], 24, torch.device("cpu"), wide(dtype))
+        tables = rotary_tables(SPECS["grouped"], torch.arange(24), wide(dtype))
         assert sum(table.nbytes for table in tables) == rotary_table_bytes(SPECS["grouped"], 24, precision)

@@ -11,7 +11,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan import tape
 from shardwright.plan.activations import block_activations
 from shardwright.plan.tape import Op, played
-from shardwright.run.model import MLP, Attention, RMSNorm, rotary_tables
+from shardwright.run.model import MLP, Attention, Places, RMSNorm, rotary_tables
 
 SOURCE = {"x": 10.0}
 
@@ -103,25 +103,25 @@ class Placed(nn.Module):
         self.attention, self.mlp, self.place = Attention(spec), MLP(spec), place
         self.norms = nn.ModuleList(RMSNorm(spec.hidden, spec.norm_eps) for _ in range(4))
 
-    def forward(self, x, cos, sin):
+    def forward(self, x, places):
         first, second, third, fourth = self.norms
         match self.place:
             case "pre":
-                x = x + self.attention(first(x), cos, sin)
+                x = x + self.attention(first(x), places)
                 return x + self.mlp(second(x))
             case "post":
-                x = x + third(self.attention(x, cos, sin))
+                x = x + third(self.attention(x, places))
                 return x + fourth(self.mlp(x))
             case "sandwich":
-                x = x + third(self.attention(first(x), cos, sin))
+                x = x + third(self.attention(first(x), places))
                 return x + fourth(self.mlp(second(x)))
             case "residual":
-                x = first(x + self.attention(x, cos, sin))
+                x = first(x + self.attention(x, places))
                 return second(x + self.mlp(x))
             case "parallel":
-                return x + self.attention(first(x), cos, sin) + self.mlp(second(x))
+                return x + self.attention(first(x), places) + self.mlp(second(x))
         normed = first(x)
-        return x + self.attention(normed, cos, sin) + self.mlp(normed)
+        return x + self.attention(normed, places) + self.mlp(normed)
 
 
 class Peak(Births):
@@ -133,14 +133,14 @@ class Peak(Births):
         return out
 
 
-def peak_of(block: nn.Module, tables, x, recompute: str) -> int:
+def peak_of(block: nn.Module, places, x, recompute: str) -> int:
     """Most bytes alive in a block's backward pass: its input and weight gradients with them, weights not."""
     gradient = torch.randn(x.shape)
-    with Peak([*block.parameters(), *tables, x, gradient]) as births:
+    with Peak([*block.parameters(), *places[:2], x, gradient]) as births:
         if recompute == "full":
-            out = checkpoint(block, x, *tables, use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(block, x, places, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = block(x, *tables)
+            out = block(x, places)
         out = out * 1.0  # so that the gradient that the block gets is autograd's alone
         births.peak = 0
         out.backward(gradient)
@@ -158,8 +158,8 @@ def inputs_of(block: nn.Module, spec: ModelSpec, turned: int):
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.1)
     frequencies = spec.model_copy(update={"head_size": turned})
-    tables = rotary_tables(frequencies, SEQ, torch.device("cpu"), torch.float32)
-    return tables, torch.randn(BATCH, SEQ, spec.hidden, requires_grad=True)
+    places = Places(*rotary_tables(frequencies, torch.arange(SEQ), torch.float32), None)
+    return places, torch.randn(BATCH, SEQ, spec.hidden, requires_grad=True)
 
 
 JOB = Job(seq=SEQ, global_batch=BATCH, precision="fp32")

@@ -27,7 +27,7 @@ def rows_of(shape, first, last, monkeypatch, name=NAME):
     """Rows ``first`` to ``last`` of a parameter as a rank that holds only them fills them."""
     part = torch.empty(last - first, *shape[1:])
     parameter = torch.empty(shape, device="meta")
-    monkeypatch.setattr(init, "local_rows", lambda _: (part, first))
+    monkeypatch.setattr(init, "local_part", lambda _: (part, [range(first, last), range(shape[1])]))
     fill(parameter, name, BASE, seed=5)
     return part
 
@@ -58,7 +58,7 @@ def test_a_rank_makes_no_more_than_its_rows_and_the_blocks_they_touch(monkeypatc
 
     part, parameter = torch.empty(10, 8), torch.empty(1000, 8, device="meta")
     monkeypatch.setattr(init, "BLOCK_NUMEL", 40)
-    monkeypatch.setattr(init, "local_rows", lambda _: (part, 503))
+    monkeypatch.setattr(init, "local_part", lambda _: (part, [range(503, 513), range(8)]))
     monkeypatch.setattr(torch, "empty", counted)
     fill(parameter, NAME, BASE, seed=0)
     assert made == [40, 40, 40]
@@ -107,7 +107,7 @@ def test_seed_and_name_change_the_weights_and_tied_tensors_stay_one():
     one, other = whole_model(BASE), whole_model(BASE, seed=6)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     layers = one.model.layers
-    assert not torch.equal(layers[0].mlp.up_proj.weight, layers[1].mlp.up_proj.weight)
+    assert not torch.equal(layers["0"].mlp.up_proj.weight, layers["1"].mlp.up_proj.weight)
     tied = whole_model(MODELS["tied"])
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert isinstance(tied, Transformer)

@@ -30,7 +30,6 @@ def apply_dp(model: Transformer, mesh: RankMesh, *, zero_stage: int, precision: 
 
     Raises: LayoutError: a unit would hold most of the model, so that gathering it gathers the model at once.
     """
-    shard_mesh = mesh.root if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.float32 if precision == "bf16" else None,
@@ -38,11 +37,11 @@ def apply_dp(model: Transformer, mesh: RankMesh, *, zero_stage: int, precision: 
     )
     for kind, modules in model.units():
         reshard = zero_stage == 3 and kind != HEAD  # the head's backward follows its forward at once
-        fully_shard(modules if len(modules) > 1 else modules[0], mesh=shard_mesh, mp_policy=policy,
+        fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh.fsdp, mp_policy=policy,
                     reshard_after_forward=reshard)  # fmt: skip
         if kind == EMBEDDING:
             modules[0].set_unshard_in_backward(False)  # its gradient needs the tokens only
-    fully_shard(model, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
     check_units(model)
     for module in sharded_modules(model):
         # the loss is a sum divided by a global count, so gradients are summed and never averaged; and gloo

@@ -6,9 +6,12 @@ import math
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.model import ModelSpec
 from shardwright.run.model import Transformer
+
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 
 BLOCK_NUMEL = 2**22
 """Elements of one block of rows: what a rank generates beyond its own shard is bounded by it."""
@@ -21,16 +24,16 @@ def initialise(model: Transformer, seed: int, device: torch.device) -> None:
     divided by sqrt(2 L) where a matrix adds to the residual stream (GPT-2 report, section 2.3).
     """
     model.to_empty(device=device)
-    if model.spec.tied_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    model.tie()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill(parameter, name, model.spec, seed)
+            tied = model.spec.tied_embeddings and name == HEAD_WEIGHT  # a last stage's own copy
+            fill(parameter, EMBEDDING_WEIGHT if tied else name, model.spec, seed)
 
 
 def fill(parameter: Tensor, name: str, spec: ModelSpec, seed: int) -> None:
-    """Fill one parameter, whole or a DTensor split along dim 0."""
-    local, first_row = local_rows(parameter)
+    """Fill one parameter: a whole tensor, or this rank's part of a DTensor."""
+    local, ranges = local_part(parameter)
     if name.endswith("norm.weight"):
         local.fill_(1.0)
     elif name.endswith(".bias"):
@@ -39,32 +42,42 @@ def fill(parameter: Tensor, name: str, spec: ModelSpec, seed: int) -> None:
         std = spec.initializer_range
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             std /= math.sqrt(2 * spec.layers)
-        _fill_normal(local, first_row, parameter.shape[0], name, seed, std)
+        _fill_normal(local, ranges, parameter.shape, name, seed, std)
 
 
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """The part of ``parameter`` that this rank holds, and the index of its first row in the whole tensor."""
+def local_part(parameter: Tensor) -> tuple[Tensor, list[range]]:
+    """The part of ``parameter`` that this rank holds, and which indices of each dim of the whole it has.
+
+    Where two axes of the mesh split one dim, the inner one splits first, as FSDP splits what tp has left.
+    """
+    ranges = [range(size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
-        return parameter, 0
-    first = 0
-    rows = parameter.shape[0]
-    for dim, placement in enumerate(parameter.placements):
-        if placement.is_shard(0):
-            chunk = -(-rows // parameter.device_mesh.size(dim))
-            first = min(chunk * parameter.device_mesh.get_local_rank(dim), rows)
-    return parameter.to_local(), first
+        return parameter, ranges
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = parameter.placements[axis]
+        if placement.is_shard() or isinstance(placement, _StridedShard):
+            whole = ranges[placement.dim]
+            chunk = -(-len(whole) // mesh.size(axis))
+            first = chunk * mesh.get_local_rank(axis)
+            ranges[placement.dim] = whole[first : first + chunk]
+    return parameter.to_local(), ranges
 
 
-def _fill_normal(local: Tensor, first_row: int, rows: int, name: str, seed: int, std: float) -> None:
-    width = local[0].numel()
+def _fill_normal(
+    local: Tensor, ranges: list[range], shape: torch.Size, name: str, seed: int, std: float
+) -> None:
+    width = math.prod(shape[1:])
     block_rows = max(1, BLOCK_NUMEL // width)
-    last_row = first_row + local.shape[0]
-    for block in range(first_row // block_rows, -(-last_row // block_rows)):
+    own = ranges[0]
+    inner = tuple(slice(r.start, r.stop) for r in ranges[1:])
+    for block in range(own.start // block_rows, -(-own.stop // block_rows)):
         start = block * block_rows
-        stop = min(start + block_rows, rows)
+        stop = min(start + block_rows, shape[0])
         digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.empty((stop - start, *local.shape[1:]), dtype=torch.float32)
+        values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32)
         values.normal_(0.0, std, generator=generator)
-        low, high = max(start, first_row), min(stop, last_row)
-        local[low - first_row : high - first_row].copy_(values[low - start : high - start])
+        low, high = max(start, own.start), min(stop, own.stop)
+        part = values[(slice(low - start, high - start), *inner)]
+        local[low - own.start : high - own.start].copy_(part)

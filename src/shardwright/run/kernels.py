@@ -14,7 +14,7 @@ ROWS_BYTES = 2**22
 """Working memory of one slice of rows [B]: operations in a wider type go slice by slice."""
 
 
-def _slices(rows: int, row_bytes: int) -> list[slice]:
+def row_slices(rows: int, row_bytes: int) -> list[slice]:
     step = max(1, ROWS_BYTES // max(row_bytes, 1))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
@@ -27,7 +27,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 @torch.library.custom_op("shardwright::rms_norm", mutates_args=())
 def _rms_norm(x_NF: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out_NF, rstd_N1 = torch.empty_like(x_NF), x_NF.new_empty((x_NF.shape[0], 1), dtype=wide(x_NF.dtype))
-    for rows in _slices(x_NF.shape[0], x_NF.shape[1] * rstd_N1.element_size()):
+    for rows in row_slices(x_NF.shape[0], x_NF.shape[1] * rstd_N1.element_size()):
         x = x_NF[rows].to(rstd_N1.dtype)
         rstd_N1[rows] = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         out_NF[rows] = (x * rstd_N1[rows]).to(x_NF.dtype) * weight_F
@@ -44,7 +44,7 @@ def _rms_norm_backward(
     grad_NF: Tensor, x_NF: Tensor, weight_F: Tensor, rstd_N1: Tensor
 ) -> tuple[Tensor, Tensor]:
     dx_NF, dweight_F = torch.empty_like(x_NF), torch.zeros_like(weight_F, dtype=rstd_N1.dtype)
-    for rows in _slices(x_NF.shape[0], 3 * x_NF.shape[1] * rstd_N1.element_size()):
+    for rows in row_slices(x_NF.shape[0], 3 * x_NF.shape[1] * rstd_N1.element_size()):
         normal = x_NF[rows].to(rstd_N1.dtype) * rstd_N1[rows]
         grad = grad_NF[rows].to(rstd_N1.dtype)
         dweight_F += (grad * normal).sum(0)
@@ -96,7 +96,7 @@ def _(gate_NF, up_NF):
 def _swiglu_backward(grad_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> tuple[Tensor, Tensor]:
     dgate_NF, dup_NF = torch.empty_like(gate_NF), torch.empty_like(up_NF)
     dtype = wide(gate_NF.dtype)
-    for rows in _slices(gate_NF.shape[0], 3 * gate_NF.shape[1] * dtype.itemsize):
+    for rows in row_slices(gate_NF.shape[0], 3 * gate_NF.shape[1] * dtype.itemsize):
         gate, grad = gate_NF[rows].to(dtype), grad_NF[rows].to(dtype)
         sigmoid = torch.sigmoid(gate)
         dup_NF[rows] = (grad * gate * sigmoid).to(dup_NF.dtype)
@@ -165,7 +165,9 @@ def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return RotateFunction.apply(x_BSHD, cos_SD, sin_SD)
 
 
-def causal_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> Tensor:
+def causal_attention(
+    q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, document_BS: Tensor | None = None
+) -> Tensor:
     """Causal attention with grouped key/value heads; keeps q, k, v, the output and a log-sum-exp a row.
 
     The CPU flash kernel takes grouped heads as they are; through ``scaled_dot_product_attention`` they would

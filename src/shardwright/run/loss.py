@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.run.kernels import _slices, wide
+from shardwright.run.kernels import row_slices, wide
 
 MASKED = -100
 """Target of a token that does not count."""
@@ -18,7 +18,7 @@ def _cross_entropy(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]
     dtype = wide(logits_NV.dtype)
     lse_N = logits_NV.new_empty(logits_NV.shape[0], dtype=dtype)
     total = logits_NV.new_zeros((), dtype=dtype)
-    for rows in _slices(logits_NV.shape[0], logits_NV.shape[1] * dtype.itemsize):
+    for rows in row_slices(logits_NV.shape[0], logits_NV.shape[1] * dtype.itemsize):
         logits, target = logits_NV[rows].to(dtype), target_N[rows]
         lse_N[rows] = torch.logsumexp(logits, dim=-1)
         picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
@@ -34,7 +34,7 @@ def _(logits_NV, target_N):
 
 @torch.library.custom_op("shardwright::cross_entropy_backward_", mutates_args=("logits_NV",))
 def _cross_entropy_backward_(logits_NV: Tensor, lse_N: Tensor, target_N: Tensor, scale: Tensor) -> None:
-    for rows in _slices(logits_NV.shape[0], logits_NV.shape[1] * lse_N.element_size()):
+    for rows in row_slices(logits_NV.shape[0], logits_NV.shape[1] * lse_N.element_size()):
         target = target_N[rows]
         grad = (logits_NV[rows].to(lse_N.dtype) - lse_N[rows, None]).exp_()
         index = target.clamp(min=0)[:, None]
@@ -66,9 +66,10 @@ class CrossEntropySum(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, target: Tensor, global_tokens: float) -> Tensor:
-    """Share of the global mean that these tokens add; summed over ranks and microbatches it is the loss.
+    """Share of the global mean that these tokens add, of shape 1; over ranks and microbatches it adds up to
+    the loss.
 
     ``global_tokens``: unmasked tokens of the whole global batch, never of a rank or microbatch: dividing by a
     part makes the gradient depend on the layout.
     """
-    return CrossEntropySum.apply(logits.flatten(0, -2), target.flatten()) / global_tokens
+    return CrossEntropySum.apply(logits.flatten(0, -2), target.flatten())[None] / global_tokens

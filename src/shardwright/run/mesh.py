@@ -15,10 +15,18 @@ from shardwright.layout import Layout
 
 
 class RankMesh(NamedTuple):
-    """The mesh of all ranks, and the data axes of it joined into one."""
+    """The mesh of all ranks, and axes of it joined into one.
+
+    ``data``: ranks with different sequences. ``shard``: dp_shard with cp, over which parameters are split.
+    ``fsdp``: what ``fully_shard`` is given, ``shard`` with the replicas outside where there are any.
+    ``tokens``: ranks with different tokens, ``data`` with cp.
+    """
 
     root: DeviceMesh
     data: DeviceMesh
+    shard: DeviceMesh
+    fsdp: DeviceMesh
+    tokens: DeviceMesh
 
     def __getitem__(self, axis: str) -> DeviceMesh:
         return self.root[axis]
@@ -29,21 +37,34 @@ class RankMesh(NamedTuple):
         return self.root.device_type
 
     def axes(self) -> tuple[DeviceMesh, ...]:
-        """One mesh for every axis, and the joined one."""
-        return (*(self.root[name] for name in DATA_AXES), self.data)
+        """One mesh for every axis, and the joined ones."""
+        return (*(self.root[name] for name in self.root.mesh_dim_names), self.data, self.shard, self.tokens)
 
 
 def build_mesh(layout: Layout, device_type: str) -> RankMesh:
-    """The mesh of ``layout`` over all ranks, outermost axis first.
+    """The mesh of ``layout`` over all ranks, its axes in the layout's order.
 
-    The joined axis is named after the data axes of more than one rank.
+    A joined axis is named after those of its axes that have more than one rank.
     """
-    degrees = tuple(getattr(layout, axis) for axis in DATA_AXES)
-    root = init_device_mesh(device_type, degrees, mesh_dim_names=DATA_AXES)
-    wide = tuple(axis for axis in DATA_AXES if getattr(layout, axis) > 1)
-    if len(wide) > 1:
-        return RankMesh(root, root[wide]._flatten(joined_axis(wide)))
-    return RankMesh(root, root[wide[0] if wide else DATA_AXES[-1]])
+    degrees = tuple(getattr(layout, axis) for axis in layout.order)
+    root = init_device_mesh(device_type, degrees, mesh_dim_names=layout.order)
+    joined: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def join(*axes: str) -> DeviceMesh:
+        wide = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[-1:]
+        if wide not in joined:
+            joined[wide] = root[wide]._flatten(joined_axis(wide)) if len(wide) > 1 else root[wide[0]]
+        return joined[wide]
+
+    shard = join("dp_shard", "cp") if layout.shard > 1 else root["dp_shard"]
+    replicated = layout.dp_replicate > 1
+    return RankMesh(
+        root=root,
+        data=join(*DATA_AXES),
+        shard=shard,
+        fsdp=DeviceMesh._concatenate([root["dp_replicate"], shard]) if replicated else shard,
+        tokens=join(*DATA_AXES, "cp"),
+    )
 
 
 def init_process_group(

@@ -52,13 +52,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def gradient_norm(model: nn.Module, mesh: RankMesh) -> Tensor:
     """Global 2-norm of the gradients, summed in fp64 so that no layout changes it. Scalar, on every rank.
 
-    One sum over dp_shard; replicas hold equal gradients. plan/traffic.py predicts it.
+    One sum each over the shard axes, tp and pp; replicas hold equal gradients. What several ranks of shard
+    and tp hold counts for its part on each. plan/traffic.py predicts it.
     """
-    squares = [_square_sum(p.grad) for p in model.parameters() if p.grad is not None]
-    total = torch.stack(squares).sum()
-    if mesh["dp_shard"].size() > 1:
-        dist.all_reduce(total, group=mesh["dp_shard"].get_group())
+    split = mesh.shard.size() * mesh["tp"].size()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = torch.stack([_square_sum(grad) * (_ranks_that_split(grad) / split) for grad in grads]).sum()
+    for axis in (mesh.shard, mesh["tp"], mesh["pp"]):
+        if axis.size() > 1:
+            dist.all_reduce(total, group=axis.get_group())
     return total.sqrt()
+
+
+def _ranks_that_split(tensor: Tensor) -> int:
+    """Ranks of the mesh that hold different parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(
+        mesh.size(axis) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    )
 
 
 def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:

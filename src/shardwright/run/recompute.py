@@ -34,7 +34,7 @@ def apply_recompute(model: Transformer, kind: Recompute, kept: Sequence[str]) ->
     )
     if kind == "selective":
         wrap = functools.partial(wrap, context_fn=functools.partial(_contexts, tuple(kept)))
-    for layer in model.model.layers:
+    for layer in model.model.layers.values():
         layer.recompute = wrap
 
 

@@ -11,7 +11,7 @@ from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
-from shardwright.run.loss import MASKED, cross_entropy
+from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Transformer, build_model
 from shardwright.run.optim import (
@@ -22,6 +22,7 @@ from shardwright.run.optim import (
     set_learning_rate,
 )
 from shardwright.run.recompute import apply_recompute
+from shardwright.run.tp import apply_tp, sum_shares
 
 Microbatch = tuple[Tensor, Tensor]
 """Token ids and targets (masked ones are MASKED), both B x S, on the device."""
@@ -39,6 +40,7 @@ class StepResult:
 def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) -> Transformer:
     """The model of a plan, split as the layout says, still without storage."""
     model = build_model(spec, parameter_dtype(job.precision))
+    apply_tp(model, mesh["tp"], sequence_parallel=layout.sp)
     apply_recompute(model, layout.recompute, layout.kept)
     apply_dp(model, mesh, zero_stage=layout.zero_stage, precision=job.precision)
     return model
@@ -61,7 +63,7 @@ class Stepper:
         self.model, self.job, self.layout, self.mesh = model, job, layout, mesh
         self.read, self.after_microbatch = read, after_microbatch
         self.optimizer = build_optimizer(model, job)
-        self.data_group = mesh.data.get_group() if layout.dp > 1 else None
+        self.token_group = mesh.tokens.get_group() if mesh.tokens.size() > 1 else None
 
     def step(self, index: int, microbatches: Sequence[Microbatch]) -> StepResult:
         """Forward and backward over ``microbatches``, then one update of the parameters."""
@@ -81,21 +83,22 @@ class Stepper:
             set_microbatch_schedule(
                 self.model, zero_stage=self.layout.zero_stage, last=i == len(microbatches) - 1
             )
-            loss = cross_entropy(self.model(token_BS), target_BS, tokens)
+            loss = self.model(token_BS, target_BS, global_tokens=tokens)
             loss.backward()
             detached = loss.detach().double()
             total = detached if total is None else total + detached
             del loss, detached
             self.after_microbatch(i)
-        return self.read(self.sum_over_data(total)), int(tokens)
+        sum_shares(self.model)
+        return self.read(self.sum_over_tokens(total)), int(tokens)
 
     def global_tokens(self, targets: Sequence[Tensor]) -> float:
         """Unmasked tokens of the global batch; at least 1, so that an empty batch has loss 0."""
         counts = torch.stack([(target != MASKED).sum() for target in targets])
-        return max(self.read(self.sum_over_data(counts.sum())), 1.0)
+        return max(self.read(self.sum_over_tokens(counts.sum())), 1.0)
 
-    def sum_over_data(self, value: Tensor) -> Tensor:
-        """Sum of a scalar over all ranks with different sequences."""
-        if self.data_group is not None:
-            dist.all_reduce(value, group=self.data_group)
+    def sum_over_tokens(self, value: Tensor) -> Tensor:
+        """Sum of a scalar over all ranks with different tokens."""
+        if self.token_group is not None:
+            dist.all_reduce(value, group=self.token_group)
         return value

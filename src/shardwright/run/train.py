@@ -23,7 +23,7 @@ from shardwright.model import ModelSpec
 from shardwright.run.dataset import Batches, Sample
 from shardwright.run.dp import reshard
 from shardwright.run.init import initialise
-from shardwright.run.loss import MASKED, cross_entropy
+from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh, build_mesh
 from shardwright.run.model import Transformer
 from shardwright.run.optim import learning_rate
@@ -124,10 +124,10 @@ def evaluate(stepper: Stepper, dataset: Batches) -> float:
         for batch in range(stepper.job.eval_batches):
             samples = dataset.held_out_microbatches(batch, stepper.layout, stepper.mesh.data.get_local_rank())
             for token_BS, target_BS in _to_device(samples, stepper.mesh.device_type):
-                total[0] += cross_entropy(stepper.model(token_BS), target_BS, 1.0)
+                total[0] += stepper.model(token_BS, target_BS)[0]
                 total[1] += (target_BS != MASKED).sum()
     reshard(stepper.model)
-    loss, tokens = stepper.sum_over_data(total).tolist()
+    loss, tokens = stepper.sum_over_tokens(total).tolist()
     return loss / max(tokens, 1.0)
 
 

@@ -1,0 +1,44 @@
+"""Matrix products whose parameters tensor parallelism may have split: a rank computes with what it holds.
+
+A parameter that is split is a DTensor, so that FSDP, initialisation, checkpoints and norms know which part of
+the whole a rank has. Arithmetic goes on local tensors: every operation is a plain kernel, and the collectives
+are those of run/tp.py alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Join = Callable[[Tensor], Tensor]
+"""What tensor parallelism does to activations where its ranks meet; ``same`` without it."""
+
+
+def same(x: Tensor) -> Tensor:
+    """No ranks to meet."""
+    return x
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter. Its gradient is this rank's part too, or its share of the sum where
+    the parameter is whole on every rank; run/tp.py adds those shares up."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Linear(nn.Module):
+    """``join(x @ weight.T) + bias``; ``join`` adds up the parts of a product that is split by its inputs."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.join: Join = same
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight)
+        if self.bias is None:
+            return self.join(nn.functional.linear(x, weight))
+        if self.join is same:
+            return nn.functional.linear(x, weight, local(self.bias))
+        return self.join(nn.functional.linear(x, weight)) + local(self.bias)

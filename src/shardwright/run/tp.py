@@ -1,0 +1,211 @@
+"""Tensor parallelism: every matrix by heads, feed-forward width or vocabulary, over the ranks of tp.
+
+Which dim of which tensor is split is read off the parameter table (plan/params.py). Between a matrix split by
+its outputs and the next one split by its inputs a rank has its own heads or columns; ranks meet before the
+first (``enter``) and behind the second (``join``). With sequence parallelism the stream between is split by
+sequence: ranks gather it on entering and scatter the sum on joining, and norms work on a part of the tokens.
+
+Collectives are functional ones, so that ``torch.compile`` can fuse them with the products beside them (async
+tensor parallel). plan/traffic.py predicts each.
+
+B batch, S sequence, E hidden.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardwright.model import ModelSpec
+from shardwright.plan.params import parameter_table
+from shardwright.run.init import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from shardwright.run.linear import Linear, local, same
+from shardwright.run.model import Shares, Transformer
+from shardwright.run.vocabulary_loss import VocabularyLoss
+
+SEQUENCE = 1
+"""Dim of the sequence in activations."""
+
+
+class Meeting(NamedTuple):
+    """The ranks of tp, and whether the stream between the parts of a block is split by sequence over them."""
+
+    group: str  # name of the process group
+    ranks: int
+    sequence_parallel: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The whole stream, as every rank's matrices read it; gradients of all ranks are summed."""
+        return (Gather if self.sequence_parallel else Copy).apply(x, self)
+
+    def join(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks made, or this rank's part of it."""
+        return (Scatter if self.sequence_parallel else Sum).apply(x, self)
+
+
+def summed(x: Tensor, meeting: Meeting) -> Tensor:
+    """Sum over the ranks."""
+    out = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", meeting.group)
+    return torch.ops._c10d_functional.wait_tensor(out)
+
+
+def gathered(x_BSE: Tensor, meeting: Meeting) -> Tensor:
+    """The parts of all ranks, joined along the sequence."""
+    parts = torch.ops._c10d_functional.all_gather_into_tensor(
+        x_BSE.contiguous(), meeting.ranks, meeting.group
+    )
+    parts = torch.ops._c10d_functional.wait_tensor(parts)
+    if x_BSE.shape[0] == 1:
+        return parts.view(1, -1, *x_BSE.shape[2:])
+    return torch.cat(parts.chunk(meeting.ranks), SEQUENCE)
+
+
+def scattered(x_BSE: Tensor, meeting: Meeting) -> Tensor:
+    """This rank's part of the sequence, summed over all ranks."""
+    if x_BSE.shape[0] == 1:
+        parts = x_BSE.contiguous().view(meeting.ranks, -1, *x_BSE.shape[2:])
+    else:
+        parts = torch.cat(x_BSE.chunk(meeting.ranks, SEQUENCE))
+    own = torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", meeting.ranks, meeting.group)
+    return torch.ops._c10d_functional.wait_tensor(own)
+
+
+class Copy(torch.autograd.Function):
+    """The stream as it is; its gradient is summed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
+        ctx.meeting = meeting
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return summed(grad, ctx.meeting), None
+
+
+class Sum(torch.autograd.Function):
+    """The sum over the ranks; its gradient is the same on all."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
+        return summed(x, meeting)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class Gather(torch.autograd.Function):
+    """Parts of the sequence to the whole; gradients are summed and scattered."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
+        ctx.meeting = meeting
+        return gathered(x, meeting)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return scattered(grad, ctx.meeting), None
+
+
+class Scatter(torch.autograd.Function):
+    """Sum over the ranks, a part of the sequence each; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
+        ctx.meeting = meeting
+        return scattered(x, meeting)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return gathered(grad, ctx.meeting), None
+
+
+def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Split the model's parameters over ``mesh`` and have its modules meet, in place. Call before FSDP.
+
+    ``model`` is on the meta device. Tensors without a dim to split stay whole on every rank; ``model.shares``
+    says whose gradients ``sum_shares`` has to add up.
+    """
+    if mesh.size() == 1:
+        return
+    meeting = Meeting(mesh.get_group().group_name, mesh.size(), sequence_parallel)
+    for layer in model.model.layers.values():
+        for module, last in ((layer.self_attn, layer.self_attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
+            module.enter, last.join = meeting.enter, meeting.join
+    if model.model.embed_tokens is not None:
+        model.model.embed_tokens.first_row = first_row(model.spec.vocab, mesh)
+        model.model.embed_tokens.join = meeting.join
+    if model.lm_head is not None:
+        model.lm_head.enter = meeting.enter
+        model.lm_head.cross_entropy = VocabularyLoss(first_row(model.spec.vocab, mesh), mesh.get_group())
+    model.shares = _split_parameters(model, mesh, sequence_parallel)
+
+
+def first_row(rows: int, mesh: DeviceMesh) -> int:
+    """First of a table's rows that this rank has."""
+    return min(-(-rows // mesh.size()) * mesh.get_local_rank(), rows)
+
+
+def sum_shares(model: Transformer) -> None:
+    """Add up the gradients of parameters that ranks hold whole but find a share of each. Once a step.
+
+    One all-reduce a group, of this rank's shards.
+    """
+    parameters = dict(model.named_parameters())
+    for names, group in model.shares:
+        grads = [local(parameters[name].grad) for name in names]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_([grad.view(-1) for grad in grads], flat.split([grad.numel() for grad in grads]))
+
+
+def _split_parameters(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> list[Shares]:
+    """Make DTensors of what tp splits; returns what stays whole and is found in shares.
+
+    Behind ``enter`` every rank works with its own heads or columns, so that whatever is whole there gets a
+    share of its gradient on each; a bias added behind ``join`` and the norms of the stream do so only where
+    the stream is split by sequence.
+    """
+    splits = {tensor.name: tensor.splits.get("tp") for tensor in parameter_table(model.spec).tensors()}
+    splits.setdefault(HEAD_WEIGHT, splits[EMBEDDING_WEIGHT])  # tied: the table names it once
+    keys, copies = _key_mesh(model.spec, mesh)
+    found: dict[str, list[str]] = {"all": [], "copies": []}
+    for path, module in list(model.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = f"{path}.{name}"
+            dim = splits[full]
+            if dim is not None:
+                few = copies is not None and path.endswith(("k_proj", "v_proj"))
+                placements = [Shard(dim), Replicate()] if few else [Shard(dim)]
+                split = distribute_tensor(parameter, keys if few else mesh, placements, src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(split))
+                if few:
+                    found["copies"].append(full)
+            elif sequence_parallel or _is_inside(module, name, path):
+                found["all"].append(full)
+    model.tie()
+    groups = {"all": mesh.get_group(), "copies": None if copies is None else copies.get_group()}
+    return [Shares(tuple(names), groups[kind]) for kind, names in found.items() if names]
+
+
+def _is_inside(module: nn.Module, name: str, path: str) -> bool:
+    """Whether a parameter is used between ``enter`` and ``join``."""
+    behind = isinstance(module, Linear) and name == "bias" and module.join is not same
+    return (".self_attn." in path or ".mlp." in path) and not behind
+
+
+def _key_mesh(spec: ModelSpec, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Mesh over which keys and values are split: with more ranks than heads, heads by copies of each."""
+    if mesh.size() <= spec.kv_heads:
+        return mesh, None
+    both = mesh._unflatten(0, (spec.kv_heads, mesh.size() // spec.kv_heads), ("tp_heads", "tp_copies"))
+    return both, both["tp_copies"]

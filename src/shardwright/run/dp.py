@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwright.errors import LayoutError
 from shardwright.plan.params import EMBEDDING, HEAD
 from shardwright.run.mesh import RankMesh
-from shardwright.run.model import Transformer
+from shardwright.run.model import Stages, Transformer
 
 PRECISION_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -70,19 +70,20 @@ def sharded_modules(model: torch.nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def set_microbatch_schedule(model: Transformer, *, zero_stage: int, last: bool) -> None:
+def set_microbatch_schedule(model: Stages, *, zero_stage: int, last: bool) -> None:
     """Tell FSDP what to do in the backward pass of the coming microbatch.
 
     Stages 0 and 1 keep gathered parameters and whole gradients until the last microbatch of the step; stage 2
     keeps the parameters and reduces every time; stage 3 reshards and reduces every time. Replicas are always
     summed once, in the last.
     """
-    model.set_requires_gradient_sync(last or zero_stage >= 2)
-    model.set_requires_all_reduce(last)
-    model.set_reshard_after_backward(last or zero_stage == 3)
+    for stage in model.stages:
+        stage.set_requires_gradient_sync(last or zero_stage >= 2)
+        stage.set_requires_all_reduce(last)
+        stage.set_reshard_after_backward(last or zero_stage == 3)
 
 
-def reshard(model: Transformer) -> None:
+def reshard(model: Stages) -> None:
     """Free every gathered parameter, after an evaluation for example."""
     for module in sharded_modules(model):
         module.reshard()

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.model import ModelSpec
-from shardwright.run.model import Transformer
+from shardwright.run.model import Stages, Transformer
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -17,14 +17,15 @@ BLOCK_NUMEL = 2**22
 """Elements of one block of rows: what a rank generates beyond its own shard is bounded by it."""
 
 
-def initialise(model: Transformer, seed: int, device: torch.device) -> None:
+def initialise(model: Stages | Transformer, seed: int, device: torch.device) -> None:
     """Give the model storage on ``device`` and fill its own shard of every parameter.
 
     Norms start at 1, biases at 0, matrices at a normal distribution of the model's ``initializer_range``,
     divided by sqrt(2 L) where a matrix adds to the residual stream (GPT-2 report, section 2.3).
     """
     model.to_empty(device=device)
-    model.tie()
+    for stage in model.stages if isinstance(model, Stages) else [model]:
+        stage.tie()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tied = model.spec.tied_embeddings and name == HEAD_WEIGHT  # a last stage's own copy

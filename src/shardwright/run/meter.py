@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwright.run.mesh import RankMesh
-from shardwright.run.model import Transformer
+from shardwright.run.model import Stages
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, LOGITS, ACTIVATIONS = "gathered", "logits", "activations"
@@ -60,7 +60,7 @@ class MemoryMeter(TorchDispatchMode):
     complete.
     """
 
-    def __init__(self, model: Transformer, optimizer: torch.optim.Optimizer, mesh: RankMesh) -> None:
+    def __init__(self, model: Stages, optimizer: torch.optim.Optimizer, mesh: RankMesh) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
         self.axes = _axes_of_groups(mesh)
@@ -84,7 +84,9 @@ class MemoryMeter(TorchDispatchMode):
     def __enter__(self) -> "MemoryMeter":
         self._register_state()
         self.undo.enter_context(_watched_fsdp(self))
-        self._watch(self.model.lm_head, LOGITS)
+        for stage in self.model.stages:
+            if stage.lm_head is not None:
+                self._watch(stage.lm_head, LOGITS)
         pre = self.optimizer.register_step_pre_hook(lambda *_: self._start(OPTIMIZER))
         post = self.optimizer.register_step_post_hook(lambda *_: self._start(ACTIVATIONS))
         self.undo.callback(pre.remove)

@@ -4,7 +4,7 @@ B batch, S sequence, E hidden, H heads, G key/value heads, D head size, V vocabu
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -230,6 +230,32 @@ class Transformer(nn.Module):
             yield BLOCK, [layer]
         if self.part.last:
             yield HEAD, [*(embedding if shared else ()), self.model.norm, self.lm_head]
+
+
+class Stages(nn.Module):
+    """What of the model this rank has: one stage, or several of a pipeline.
+
+    Parameters go by their names in the whole model.
+    """
+
+    def __init__(self, stages: Iterable[Transformer]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the whole model."""
+        return self.stages[0].spec
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
+        """Parameters of all stages, by their names in the whole model."""
+        for stage in self.stages:
+            yield from stage.named_parameters(prefix, recurse, remove_duplicate)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """The whole model's, where one stage is all of it."""
+        (stage,) = self.stages
+        return stage(*args, **kwargs)
 
 
 def build_model(spec: ModelSpec, dtype: torch.dtype, part: Part | None = None) -> Transformer:

@@ -1,6 +1,7 @@
 """Optimizers, gradient norm, clipping and the learning-rate schedule: the same in every layout."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,14 +50,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def gradient_norm(model: nn.Module, mesh: RankMesh) -> Tensor:
+def gradient_norm(model: nn.Module, mesh: RankMesh, left_out: Sequence[Tensor] = ()) -> Tensor:
     """Global 2-norm of the gradients, summed in fp64 so that no layout changes it. Scalar, on every rank.
 
     One sum each over the shard axes, tp and pp; replicas hold equal gradients. What several ranks of shard
-    and tp hold counts for its part on each. plan/traffic.py predicts it.
+    and tp hold counts for its part on each; ``left_out`` are parameters that another rank counts.
+    plan/traffic.py predicts it.
     """
+    skip = {id(parameter) for parameter in left_out}
     split = mesh.shard.size() * mesh["tp"].size()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in skip]
     total = torch.stack([_square_sum(grad) * (_ranks_that_split(grad) / split) for grad in grads]).sum()
     for axis in (mesh.shard, mesh["tp"], mesh["pp"]):
         if axis.size() > 1:

@@ -13,7 +13,7 @@ from shardwright.model import ModelSpec
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
 from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh
-from shardwright.run.model import Transformer, build_model
+from shardwright.run.model import Stages, build_model
 from shardwright.run.optim import (
     build_optimizer,
     clip_gradients,
@@ -21,6 +21,7 @@ from shardwright.run.optim import (
     learning_rate,
     set_learning_rate,
 )
+from shardwright.run.pp import Pipeline, stage_parts, sum_tied, tied_copies
 from shardwright.run.recompute import apply_recompute
 from shardwright.run.tp import apply_tp, sum_shares
 
@@ -37,13 +38,17 @@ class StepResult:
     tokens: int
 
 
-def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) -> Transformer:
-    """The model of a plan, split as the layout says, still without storage."""
-    model = build_model(spec, parameter_dtype(job.precision))
-    apply_tp(model, mesh["tp"], sequence_parallel=layout.sp)
-    apply_recompute(model, layout.recompute, layout.kept)
-    apply_dp(model, mesh, zero_stage=layout.zero_stage, precision=job.precision)
-    return model
+def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) -> Stages:
+    """What of a plan's model this rank has, split as the layout says, still without storage."""
+    stages = []
+    for _, part in stage_parts(layout, spec, mesh["pp"].get_local_rank()):
+        stage = build_model(spec, parameter_dtype(job.precision), part)
+        stage.positions = torch.arange(job.seq, device=mesh.device_type)
+        apply_tp(stage, mesh["tp"], sequence_parallel=layout.sp)
+        apply_recompute(stage, layout.recompute, layout.kept)
+        apply_dp(stage, mesh, zero_stage=layout.zero_stage, precision=job.precision)
+        stages.append(stage)
+    return Stages(stages)
 
 
 class Stepper:
@@ -51,7 +56,7 @@ class Stepper:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Stages,
         job: Job,
         layout: Layout,
         mesh: RankMesh,
@@ -63,12 +68,16 @@ class Stepper:
         self.model, self.job, self.layout, self.mesh = model, job, layout, mesh
         self.read, self.after_microbatch = read, after_microbatch
         self.optimizer = build_optimizer(model, job)
+        device = torch.device(mesh.device_type)
+        self.pipeline = Pipeline(model, job, layout, mesh["pp"], device) if layout.pp > 1 else None
+        _, head_copy = tied_copies(model)
+        self.uncounted = () if head_copy is None else (head_copy,)
         self.token_group = mesh.tokens.get_group() if mesh.tokens.size() > 1 else None
 
     def step(self, index: int, microbatches: Sequence[Microbatch]) -> StepResult:
         """Forward and backward over ``microbatches``, then one update of the parameters."""
         loss, tokens = self.backward(microbatches)
-        norm = self.read(gradient_norm(self.model, self.mesh))
+        norm = self.norm()
         clip_gradients(self.model, norm, self.job.clip_norm)
         set_learning_rate(self.optimizer, learning_rate(self.job, index))
         self.optimizer.step()
@@ -78,6 +87,17 @@ class Stepper:
     def backward(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """Leave the step's gradients on the parameters; returns the global loss and token count."""
         tokens = self.global_tokens([target for _, target in microbatches])
+        total = (self._one_by_one if self.pipeline is None else self._piped)(microbatches, tokens)
+        for stage in self.model.stages:
+            sum_shares(stage)
+        sum_tied(self.model, self.mesh["pp"])
+        return self.read(self.sum_over_stages(self.sum_over_tokens(total))), int(tokens)
+
+    def norm(self) -> float:
+        """Global norm of the gradients."""
+        return self.read(gradient_norm(self.model, self.mesh, self.uncounted))
+
+    def _one_by_one(self, microbatches: Sequence[Microbatch], tokens: float) -> Tensor:
         total = None
         for i, (token_BS, target_BS) in enumerate(microbatches):
             set_microbatch_schedule(
@@ -89,8 +109,19 @@ class Stepper:
             total = detached if total is None else total + detached
             del loss, detached
             self.after_microbatch(i)
-        sum_shares(self.model)
-        return self.read(self.sum_over_tokens(total)), int(tokens)
+        return total
+
+    def _piped(self, microbatches: Sequence[Microbatch], tokens: float) -> Tensor:
+        token_BS, target_BS = zip(*microbatches, strict=True)
+        return self.pipeline.backward(token_BS, target_BS, tokens)
+
+    def loss(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Sum of the loss over this rank's microbatches, 0 without the last stage; without gradients."""
+        token_BS, target_BS = zip(*microbatches, strict=True)
+        if self.pipeline is not None:
+            return self.pipeline.loss(token_BS, target_BS, 1.0)
+        losses = [self.model(*pair).double() for pair in zip(token_BS, target_BS, strict=True)]
+        return torch.stack(losses).sum()
 
     def global_tokens(self, targets: Sequence[Tensor]) -> float:
         """Unmasked tokens of the global batch; at least 1, so that an empty batch has loss 0."""
@@ -101,4 +132,10 @@ class Stepper:
         """Sum of a scalar over all ranks with different tokens."""
         if self.token_group is not None:
             dist.all_reduce(value, group=self.token_group)
+        return value
+
+    def sum_over_stages(self, value: Tensor) -> Tensor:
+        """Sum of a scalar over the ranks of a pipeline."""
+        if self.mesh["pp"].size() > 1:
+            dist.all_reduce(value, group=self.mesh["pp"].get_group())
         return value

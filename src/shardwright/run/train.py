@@ -25,7 +25,7 @@ from shardwright.run.dp import reshard
 from shardwright.run.init import initialise
 from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh, build_mesh
-from shardwright.run.model import Transformer
+from shardwright.run.model import Stages
 from shardwright.run.optim import learning_rate
 from shardwright.run.record import METERED_STEP, METRICS, Record, StepRecord, prepare_run_folder
 from shardwright.run.step import Microbatch, Stepper, parallel_model
@@ -37,7 +37,7 @@ class Meter(AbstractContextManager[Any], Protocol):
     peak: int  # most bytes held at once
 
 
-MeterFactory = Callable[[Transformer, torch.optim.Optimizer, RankMesh], Meter]
+MeterFactory = Callable[[Stages, torch.optim.Optimizer, RankMesh], Meter]
 
 
 def train(
@@ -123,12 +123,12 @@ def evaluate(stepper: Stepper, dataset: Batches) -> float:
     with torch.no_grad():
         for batch in range(stepper.job.eval_batches):
             samples = dataset.held_out_microbatches(batch, stepper.layout, stepper.mesh.data.get_local_rank())
-            for token_BS, target_BS in _to_device(samples, stepper.mesh.device_type):
-                total[0] += stepper.model(token_BS, target_BS)[0]
-                total[1] += (target_BS != MASKED).sum()
+            microbatches = _to_device(samples, stepper.mesh.device_type)
+            total[0] += stepper.loss(microbatches)
+            total[1] += torch.stack([(target_BS != MASKED).sum() for _, target_BS in microbatches]).sum()
     reshard(stepper.model)
-    loss, tokens = stepper.sum_over_tokens(total).tolist()
-    return loss / max(tokens, 1.0)
+    loss, tokens = stepper.sum_over_tokens(total)
+    return float(stepper.sum_over_stages(loss)) / max(float(tokens), 1.0)
 
 
 class MemoryGauge:

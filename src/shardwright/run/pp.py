@@ -1,0 +1,161 @@
+"""Pipeline parallelism: the layers in stages, a schedule of torch.distributed.pipelining to run them.
+
+Stages, their layers and where they lie come from the layout; orders equal those of plan/schedule.py, which
+tests compare action by action. Parameters and gradients of a stage are whole through a step and are reduced
+once, at its end. Shapes at the borders are given, so that no stage runs on made-up values to infer them.
+
+B batch of a microbatch, S this rank's part of the sequence, E hidden.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from shardwright.job import Job
+from shardwright.layout import Layout
+from shardwright.model import ModelSpec
+from shardwright.plan.schedule import stage_ranks
+from shardwright.run.dp import PRECISION_DTYPE
+from shardwright.run.kernels import wide
+from shardwright.run.linear import local
+from shardwright.run.model import Part, Stages
+
+Border = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of what passes between stages."""
+
+
+def stage_parts(layout: Layout, model: ModelSpec, pp_rank: int) -> list[tuple[int, Part]]:
+    """Number and part of the model of each stage that a rank of pp has, in the order of the stages."""
+    if layout.pp == 1:
+        return [(0, Part(range(model.layers), True, True))]
+    lengths = layout.stage_layers
+    firsts = [sum(lengths[:stage]) for stage in range(len(lengths))]
+    ranks = stage_ranks(layout.schedule, layout.pp, layout.chunks)
+    return [
+        (
+            stage,
+            Part(range(first, first + length), stage == 0, stage == len(lengths) - 1),
+        )
+        for stage, (first, length, rank) in enumerate(zip(firsts, lengths, ranks, strict=True))
+        if rank == pp_rank
+    ]
+
+
+def border(layout: Layout, job: Job, model: ModelSpec) -> Border:
+    """What one stage sends to the next for a microbatch: B x S x E, S over the ranks of tp with sp."""
+    seq = job.seq // layout.cp // (layout.tp if layout.sp else 1)
+    return (layout.micro_batch, seq, model.hidden), PRECISION_DTYPE[job.precision]
+
+
+class Pipeline:
+    """Runs all microbatches of a step through the stages of this rank and its neighbours."""
+
+    def __init__(
+        self, model: Stages, job: Job, layout: Layout, mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        spec, last = model.spec, layout.pp * layout.chunks - 1
+        shape, dtype = border(layout, job, spec)
+        numbers = [number for number, _ in stage_parts(layout, spec, mesh.get_local_rank())]
+        tokens = torch.empty(layout.micro_batch, job.seq // layout.cp, dtype=torch.int64, device="meta")
+        between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=wide(dtype), device="meta", requires_grad=True)
+        self.parts = [
+            PipelineStage(
+                stage,
+                number,
+                last + 1,
+                device,
+                input_args=tokens if number == 0 else between,
+                output_args=loss if number == last else between,
+                group=mesh.get_group(),
+            )
+            for number, stage in zip(numbers, model.stages, strict=True)
+        ]
+        kind = get_schedule_class(layout.schedule)
+        single = issubclass(kind, PipelineScheduleSingle)
+        self.has_first, self.has_last = 0 in numbers, last in numbers
+        self.schedule = kind(
+            self.parts[0] if single else self.parts,
+            layout.microbatches,
+            loss_fn=lambda loss, _: loss,  # the last stage ends with the loss
+            scale_grads=False,
+        )
+
+    def backward(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], global_tokens: float) -> Tensor:
+        """Leave the step's gradients on the parameters; this rank's sum of the loss, 0 without the last
+        stage. fp64."""
+        losses = self._run(self.schedule.step, tokens, targets, global_tokens)
+        return (
+            torch.stack([loss.detach().double().sum() for loss in losses]).sum() if losses else self._zero()
+        )
+
+    def loss(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], global_tokens: float) -> Tensor:
+        """The same without gradients."""
+        losses = self._run(self.schedule.eval, tokens, targets, global_tokens)
+        return torch.stack([loss.double().sum() for loss in losses]).sum() if losses else self._zero()
+
+    def _run(
+        self,
+        run: Callable[..., None],
+        tokens: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        global_tokens: float,
+    ) -> list[Tensor]:
+        losses: list[Tensor] = []
+        target = torch.cat(list(targets))
+        run(
+            *((torch.cat(list(tokens)),) if self.has_first else ()),
+            target=target if self.has_last else None,
+            losses=losses if self.has_last else None,
+            return_outputs=False,
+            target_BS=target,
+            global_tokens=global_tokens,
+        )
+        return losses
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.parts[0].device)
+
+
+def sum_tied(model: Stages, mesh: DeviceMesh) -> None:
+    """Add up the gradients of a tied matrix that the first and the last stage have a copy of each.
+
+    Their ranks trade gradients, and both compute the same sum.
+    """
+    first, last = (None if copy is None else local(copy.grad) for copy in tied_copies(model))
+    if first is not None and last is not None:
+        first += last
+        last.copy_(first)
+        return
+    own = last if first is None else first
+    if own is None:
+        return
+    other = torch.empty_like(own)
+    peer = mesh.size() - 1 if mesh.get_local_rank() == 0 else 0
+    trade = [
+        dist.P2POp(kind, tensor, group=mesh.get_group(), group_peer=peer)
+        for kind, tensor in ((dist.isend, own), (dist.irecv, other))
+    ]
+    for work in dist.batch_isend_irecv(trade):
+        work.wait()
+    own += other
+
+
+def tied_copies(model: Stages) -> tuple[Tensor | None, Tensor | None]:
+    """The embedding's and the head's copy of the tied matrix that this rank has, where stages have one each.
+
+    Both start equal and get equal gradients; the norm counts the embedding's alone.
+    """
+    found: tuple[Tensor | None, Tensor | None] = (None, None)
+    if model.spec.tied_embeddings:
+        for stage in model.stages:
+            if stage.part.first and not stage.part.last:
+                found = (stage.model.embed_tokens.weight, found[1])
+            elif stage.part.last and not stage.part.first:
+                found = (found[0], stage.lm_head.weight)
+    return found

@@ -295,7 +295,7 @@ def third_moment(model, job):
     return torch.optim.AdamW(model.parameters(), fused=True, amsgrad=True)
 
 
-def local_norm(model, mesh):
+def local_norm(model, mesh, left_out):
     """The norm of this rank's shard alone."""
     return torch.stack([dp_grad(p).double().square().sum() for p in model.parameters()]).sum().sqrt()
 

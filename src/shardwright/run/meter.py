@@ -87,6 +87,8 @@ class MemoryMeter(TorchDispatchMode):
         for stage in self.model.stages:
             if stage.lm_head is not None:
                 self._watch(stage.lm_head, LOGITS)
+                loss = stage.lm_head.register_forward_hook(lambda _, __, loss: self.mark(loss, ACTIVATIONS))
+                self.undo.callback(loss.remove)
         pre = self.optimizer.register_step_pre_hook(lambda *_: self._start(OPTIMIZER))
         post = self.optimizer.register_step_post_hook(lambda *_: self._start(ACTIVATIONS))
         self.undo.callback(pre.remove)

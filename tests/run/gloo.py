@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ MODELS = {
     "rows_below_shards": BASE.model_copy(
         update={"layers": 1, "hidden": 3, "ffn": 3, "heads": 1, "kv_heads": 1, "head_size": 2, "vocab": 3}
     ),
+    "deep": BASE.model_copy(update={"layers": 4}),
+    "deep_tied": BASE.model_copy(update={"layers": 4, "tied_embeddings": True}),
     "llama3_rope": BASE.model_copy(
         update={
             "rope_scaling": Llama3Rope(
@@ -72,8 +75,7 @@ class RaggedBatches:
         return "ragged"
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What three steps show: gradients of the first before clipping, then losses and norms of all."""
 
     gradients: dict

@@ -1,0 +1,194 @@
+"""The parity matrix: layouts whose training must equal one process in plain PyTorch, every gradient of it.
+
+``ROWS`` is the table; tests/run/test_parity.py runs it, and ``make parity`` prints it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from gloo import (
+    MODELS,
+    Found,
+    RaggedBatches,
+    gradient_difference,
+    job_of,
+    parallel_steps,
+    plain_steps,
+    relative,
+)
+
+from shardwright.layout import KEPT_BY_SELECTIVE, Layout
+from shardwright.run.launch import run_ranks
+
+LOSS, NORM, GRADIENT, PARAMETER = 1e-9, 1e-8, 1e-9, 1e-8
+"""Largest differences in fp64, relative to the largest entry."""
+
+RANK_TIMEOUT_S = 120
+
+
+class Row(NamedTuple):
+    """One layout of the table, and what is trained with it."""
+
+    layout: Layout
+    model: str
+    optimizer: str
+    empty: tuple[int, ...]  # sequences of the global batch without an unmasked token
+    packed: bool  # several documents in a sequence
+
+    @property
+    def label(self) -> str:
+        """Name of the test."""
+        parts = [self.layout.label.replace(" ", "-"), self.model, self.optimizer]
+        parts += ["empty" + "".join(map(str, self.empty))] * bool(self.empty) + ["packed"] * self.packed
+        return "-".join(parts)
+
+
+class Differences(NamedTuple):
+    """Worst of three steps (gradients: of the first), relative to the largest entry."""
+
+    loss: float
+    norm: float
+    gradient: float
+    name: str  # of the parameter with the worst gradient
+    parameter: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether all are within their tolerance."""
+        inside = self.loss < LOSS and self.norm < NORM and self.gradient < GRADIENT
+        return inside and self.parameter < PARAMETER
+
+
+def row(
+    model: str = "base", optimizer: str = "adamw", empty: tuple[int, ...] = (), packed: bool = False, **fields: Any
+) -> Row:
+    """A row with what follows from its fields filled in: the ZeRO stage, and the layers of each stage."""
+    shard = fields.get("dp_shard", 1) * fields.get("cp", 1)
+    pp, chunks = fields.get("pp", 1), fields.get("chunks", 1)
+    values: dict[str, Any] = {"micro_batch": 2, "microbatches": 2}
+    values["zero_stage"] = 0 if shard == 1 else 1 if pp > 1 else 3
+    if pp > 1:
+        layers, stages = MODELS[model].layers, pp * chunks
+        values["stage_layers"] = tuple(len(part) for part in np.array_split(np.arange(layers), stages))
+        values["microbatches"] = 2 * pp
+    if fields.get("recompute") == "selective":
+        values["kept"] = KEPT_BY_SELECTIVE
+    return Row(Layout(**values | fields), model, optimizer, empty, packed)
+
+
+def plan_of(row: Row, precision: str = "fp64"):
+    """Model, job and batches of a row."""
+    spec, layout = MODELS[row.model], row.layout
+    job = job_of(layout.dp * layout.micro_batch * layout.microbatches, precision, row.optimizer)
+    return spec, job, RaggedBatches(spec.vocab, job.seq, row.empty)
+
+
+def found_by_ranks(row: Row, precision: str = "fp64") -> Found:
+    """What the ranks of a row find together; all must find the same losses and norms."""
+    spec, job, batches = plan_of(row, precision)
+    every = run_ranks(
+        parallel_steps, row.layout.ranks, spec, job, row.layout, batches, timeout_s=RANK_TIMEOUT_S
+    )
+    assert all(other.losses == every[0].losses and other.norms == every[0].norms for other in every)
+    return joined(every)
+
+
+def joined(every: list[Found]) -> Found:
+    """The stages of a pipeline as one model. A parameter that several ranks have must be the same on all."""
+    gradients: dict[str, np.ndarray] = {}
+    parameters: dict[str, np.ndarray] = {}
+    for found in every:
+        for mine, theirs in ((gradients, found.gradients), (parameters, found.parameters)):
+            for name, value in theirs.items():
+                assert (mine.setdefault(name, value) == value).all(), f"ranks differ in {name}"
+    return every[0]._replace(gradients=gradients, parameters=parameters)
+
+
+def differences(found: Found, expected: Found) -> Differences:
+    """How far the ranks of a row are from one process."""
+    gradient, name = gradient_difference(found, expected)
+    return Differences(
+        relative(found.losses, expected.losses),
+        relative(found.norms, expected.norms),
+        gradient,
+        name,
+        max(relative(found.parameters[name], value) for name, value in expected.parameters.items()),
+    )
+
+
+def compared(row: Row, precision: str = "fp64") -> Differences:
+    """Run a row and one process, and compare."""
+    spec, job, batches = plan_of(row, precision)
+    reference = job.model_copy(update={"precision": "fp32"}) if precision == "bf16" else job
+    return differences(found_by_ranks(row, precision), plain_steps(spec, reference, batches))
+
+
+DATA = [
+    {"dp_replicate": 2},
+    {"dp_replicate": 4},
+    *({"dp_shard": n, "zero_stage": stage} for n in (2, 4) for stage in (1, 2, 3)),
+    *({"dp_replicate": 2, "dp_shard": 2, "zero_stage": stage} for stage in (1, 2, 3)),
+]
+"""DDP, ZeRO-1 to 3 and HSDP."""
+
+ONE, SHARD, HSDP = {"dp_shard": 2, "zero_stage": 1}, {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
+EMPTY = {"microbatches": 2, "empty": (6, 7)}  # every sequence of rank 1's second microbatch is masked
+
+DATA_ROWS = [
+    row(microbatches=3),
+    *(row(**data, microbatches=m) for data in DATA for m in (1, 3)),
+    *(row(**data, **EMPTY) for data in ({"dp_replicate": 2}, {"dp_shard": 2, "zero_stage": 2}, SHARD)),
+    row(**SHARD, microbatches=1, empty=(2, 3)),  # every sequence of rank 1
+    *(row(**data, recompute=kind) for data in (ONE, SHARD) for kind in ("selective", "full")),
+    row(**HSDP, recompute="full"),
+    row(dp_replicate=2, recompute="selective"),
+    *(row(name, **SHARD) for name in MODELS if MODELS[name].layers < 4 and name != "base"),
+    *(row(name, **HSDP, zero_stage=2, recompute="selective") for name in ("tied", "qk_norm", "bias")),
+    *(row("rows_below_shards", dp_shard=4, zero_stage=stage) for stage in (1, 3)),
+    row("uneven_vocab", dp_shard=4),
+    row("tied", dp_replicate=2),
+    *(row(optimizer=name, **data) for data in ({"dp_replicate": 2}, SHARD) for name in ("sgd", "sgd_momentum")),
+    row(optimizer="sgd", **HSDP),
+    row(dp_shard=2, zero_stage=2, microbatches=3, micro_batch=1),
+]
+
+TP_MODELS = ("base", "tied", "qk_norm", "bias", "uneven_vocab", "llama3_rope")
+TP_ROWS = [
+    *(row(name, tp=2, sp=sp) for name in TP_MODELS for sp in (False, True)),
+    *(row(tp=4, sp=sp) for sp in (False, True)),  # more ranks than key/value heads
+    row(tp=2, micro_batch=1, microbatches=3, sp=True),
+    *(row(tp=2, sp=True, recompute=kind) for kind in ("selective", "full")),
+    row("tied", tp=2, sp=False, recompute="full", **SHARD),
+    *(row(tp=2, sp=sp, **data) for sp, data in ((True, SHARD), (False, ONE), (True, {"dp_replicate": 2}))),
+    row("qk_norm", tp=2, sp=True, recompute="selective", **HSDP, zero_stage=2),
+    row("uneven_vocab", tp=4, sp=True, **SHARD),
+    row(optimizer="sgd_momentum", tp=2, sp=True, **SHARD),
+]
+
+LOOPED = {"chunks": 2}
+SCHEDULES = [
+    {"schedule": "1F1B"},
+    {"schedule": "GPipe"},
+    *({"schedule": name} | LOOPED for name in ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")),
+    *({"schedule": name} | LOOPED for name in ("ZBVZeroBubble", "DualPipeV")),
+]
+ONE_BY_ONE, ZB, ZBV, DUAL = SCHEDULES[0], SCHEDULES[4], SCHEDULES[5], SCHEDULES[6]
+
+PP_ROWS = [
+    *(row("deep", pp=2, **schedule) for schedule in SCHEDULES),
+    *(row("deep", pp=2, **schedule, **ONE) for schedule in SCHEDULES),
+    *(row("deep", pp=2, **schedule, recompute="full") for schedule in (ONE_BY_ONE, SCHEDULES[3], ZB, ZBV, DUAL)),
+    *(row("deep_tied", pp=2, **schedule) for schedule in (ONE_BY_ONE, SCHEDULES[3], ZBV, DUAL)),
+    row("deep", pp=2, **ONE_BY_ONE, stage_layers=(3, 1), microbatches=5),
+    row("deep", pp=4, **ONE_BY_ONE),
+    row("deep", pp=2, **ONE_BY_ONE, dp_replicate=2),
+    row("deep", pp=2, **ONE_BY_ONE, **HSDP),
+    row("deep", pp=2, **ONE_BY_ONE, recompute="selective"),
+    *(row("deep", pp=2, **schedule, tp=2, sp=sp) for schedule, sp in ((ONE_BY_ONE, False), (ZBV, True))),
+    row("deep_tied", pp=4, **ONE_BY_ONE, tp=2, sp=True),
+    row("deep", pp=2, **ZBV, tp=2, sp=True, **ONE),
+    row("deep", pp=2, **DUAL, tp=2, sp=True, **ONE, recompute="full"),
+    row("deep", pp=2, **ONE_BY_ONE, order=("dp_replicate", "dp_shard", "pp", "cp", "tp"), **ONE, tp=2, sp=True),
+]
+
+ROWS = [*DATA_ROWS, *TP_ROWS, *PP_ROWS]

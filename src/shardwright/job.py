@@ -9,6 +9,7 @@ from shardwright.errors import JobError, ShardwrightError
 
 Precision = Literal["bf16", "fp8", "fp32", "fp64"]
 Optimizer = Literal["adamw", "sgd", "sgd_momentum", "adamw_8bit", "adafactor", "muon"]
+Packing = Literal["windows", "documents"]
 Accounting = Literal["fsdp2", "zero", "megatron", "pure_bf16"]
 
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
@@ -28,7 +29,8 @@ class Job(Description):
     ``precision`` bf16 computes in bf16 over fp32 parameters and reduces gradients in fp32; fp8 does the same
     with the matrix products of the blocks in 8 bits, inputs still saved in bf16; fp32 and fp64 do everything
     in that type. ``accounting`` names the row of ``plan/accounting.py`` by which state is counted;
-    the runtime's own is ``fsdp2``.
+    the runtime's own is ``fsdp2``. Documents are joined and cut every ``seq`` tokens: ``packing`` windows
+    lets attention cross them, documents keeps it inside each.
     """
 
     error: ClassVar[type[ShardwrightError]] = JobError
@@ -61,6 +63,7 @@ class Job(Description):
     seed: NonNegativeInt = 0
     eval_every: NonNegativeInt = Field(default=0, description="steps between evaluations; 0 never evaluates")
     eval_batches: PositiveInt = Field(default=1, description="global batches of one evaluation")
+    packing: Packing = "windows"
     held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the data kept for evaluation")
 
     @model_validator(mode="after")

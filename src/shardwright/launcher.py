@@ -20,7 +20,7 @@ from shardwright.plan.explain import explanation, plan_of
 from shardwright.plan.finding import find
 from shardwright.planfile import PLAN_FILE, Plan, load_plan, save_plan
 from shardwright.run.dataset import TokenDataset, build_dataset
-from shardwright.run.launch import check_world, run_ranks, torchrun_rank, under_torchrun
+from shardwright.run.launch import check_world, local_share, run_ranks, torchrun_rank, under_torchrun
 from shardwright.run.meter import MemoryMeter
 from shardwright.run.record import prepare_run_folder
 from shardwright.run.train import train
@@ -58,7 +58,7 @@ def train_plan(
     if not torchrun:
         check_world(plan.layout.ranks, plan.layout.ranks if nproc is None else nproc, option="--nproc")
     device_type = _device_type(plan, plan.layout.ranks)
-    dataset = build_dataset(data, plan.model.vocab, plan.job)
+    dataset = build_dataset(data, plan.model.vocab, plan.job, local_share())
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtraError("train", "--tensorboard")
     folder = run_directory or default_run_folder(plan.model.name)

@@ -357,6 +357,9 @@ def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str
             layout.recompute_every == 1
         ),
         f"loss_chunks={layout.loss_chunks} is only modelled: use 1": layout.loss_chunks == 1,
+        f"packing={job.packing!r} is only read, attention does not keep to it yet: use 'windows'": (
+            job.packing == "windows"
+        ),
         f"offload={layout.offload!r} is only modelled: use 'none'": layout.offload == "none",
     }
     return [reason for reason, runs in rules.items() if not runs]

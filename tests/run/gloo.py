@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import Llama3Rope, ModelSpec
-from shardwright.run.dataset import MASKED, sample_indices, stack_samples
+from shardwright.run.dataset import MASKED, Sample, sample_indices, stack_samples
 from shardwright.run.dp import sharded_modules
 from shardwright.run.init import initialise
 from shardwright.run.mesh import build_mesh
 from shardwright.run.model import Transformer
 from shardwright.run.optim import learning_rate
 from shardwright.run.step import Stepper, parallel_model
+from shardwright.run.train import to_device
 
 STEPS = 3
 
@@ -62,7 +63,7 @@ class RaggedBatches:
         span = generator.integers(0, self.vocab, self.seq + 1)
         kept = generator.random(self.seq) < generator.uniform(0.05, 1.0)
         targets = np.where(kept & (index not in self.empty), span[1:], MASKED)
-        return span[:-1], targets
+        return Sample(span[:-1], targets)
 
     def microbatches(self, step, layout, data_rank):
         parts = sample_indices(layout, data_rank)
@@ -108,8 +109,7 @@ def whole(tensor):
 
 
 def torch_batches(batches, step, layout, rank):
-    samples = batches.microbatches(step, layout, rank)
-    return [(torch.from_numpy(tokens), torch.from_numpy(targets)) for tokens, targets in samples]
+    return to_device(batches.microbatches(step, layout, rank), "cpu")
 
 
 def parallel_steps(spec, job, layout, batches, divide_factor=1.0):
@@ -152,7 +152,7 @@ def plain_steps(spec, job, batches):
     one = layout_of(1, 1, 0, 1, micro_batch=job.global_batch)
     gradients, losses, norms = {}, [], []
     for index in range(STEPS):
-        ((tokens, targets),) = torch_batches(batches, index, one, 0)
+        ((tokens, targets, _),) = torch_batches(batches, index, one, 0)
         logits = model(tokens)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=MASKED)
         loss.backward()

@@ -60,7 +60,11 @@ class Differences(NamedTuple):
 
 
 def row(
-    model: str = "base", optimizer: str = "adamw", empty: tuple[int, ...] = (), packed: bool = False, **fields: Any
+    model: str = "base",
+    optimizer: str = "adamw",
+    empty: tuple[int, ...] = (),
+    packed: bool = False,
+    **fields: Any,
 ) -> Row:
     """A row with what follows from its fields filled in: the ZeRO stage, and the layers of each stage."""
     shard = fields.get("dp_shard", 1) * fields.get("cp", 1)
@@ -147,7 +151,11 @@ DATA_ROWS = [
     *(row("rows_below_shards", dp_shard=4, zero_stage=stage) for stage in (1, 3)),
     row("uneven_vocab", dp_shard=4),
     row("tied", dp_replicate=2),
-    *(row(optimizer=name, **data) for data in ({"dp_replicate": 2}, SHARD) for name in ("sgd", "sgd_momentum")),
+    *(
+        row(optimizer=name, **data)
+        for data in ({"dp_replicate": 2}, SHARD)
+        for name in ("sgd", "sgd_momentum")
+    ),
     row(optimizer="sgd", **HSDP),
     row(dp_shard=2, zero_stage=2, microbatches=3, micro_batch=1),
 ]
@@ -177,7 +185,10 @@ ONE_BY_ONE, ZB, ZBV, DUAL = SCHEDULES[0], SCHEDULES[4], SCHEDULES[5], SCHEDULES[
 PP_ROWS = [
     *(row("deep", pp=2, **schedule) for schedule in SCHEDULES),
     *(row("deep", pp=2, **schedule, **ONE) for schedule in SCHEDULES),
-    *(row("deep", pp=2, **schedule, recompute="full") for schedule in (ONE_BY_ONE, SCHEDULES[3], ZB, ZBV, DUAL)),
+    *(
+        row("deep", pp=2, **schedule, recompute="full")
+        for schedule in (ONE_BY_ONE, SCHEDULES[3], ZB, ZBV, DUAL)
+    ),
     *(row("deep_tied", pp=2, **schedule) for schedule in (ONE_BY_ONE, SCHEDULES[3], ZBV, DUAL)),
     row("deep", pp=2, **ONE_BY_ONE, stage_layers=(3, 1), microbatches=5),
     row("deep", pp=4, **ONE_BY_ONE),
@@ -188,7 +199,9 @@ PP_ROWS = [
     row("deep_tied", pp=4, **ONE_BY_ONE, tp=2, sp=True),
     row("deep", pp=2, **ZBV, tp=2, sp=True, **ONE),
     row("deep", pp=2, **DUAL, tp=2, sp=True, **ONE, recompute="full"),
-    row("deep", pp=2, **ONE_BY_ONE, order=("dp_replicate", "dp_shard", "pp", "cp", "tp"), **ONE, tp=2, sp=True),
+    row(
+        "deep", pp=2, **ONE_BY_ONE, order=("dp_replicate", "dp_shard", "pp", "cp", "tp"), **ONE, tp=2, sp=True
+    ),
 ]
 
 ROWS = [*DATA_ROWS, *TP_ROWS, *PP_ROWS]

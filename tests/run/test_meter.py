@@ -38,8 +38,7 @@ def stepper_of(spec, job, layout):
 def microbatches(stepper, index):
     rank = stepper.mesh.data.get_local_rank()
     batches = RaggedBatches(stepper.model.spec.vocab, stepper.job.seq)
-    samples = torch_batches(batches, index, stepper.layout, rank)
-    return [(tokens.clone(), targets.clone()) for tokens, targets in samples]
+    return torch_batches(batches, index, stepper.layout, rank)
 
 
 def metered_step(spec, job, layout):

@@ -26,7 +26,7 @@ from shardwright.run.model import build_model
 from shardwright.run.optim import learning_rate
 from shardwright.run.record import StepRecord, progress_line, steady_step_time
 from shardwright.run.step import Stepper, parallel_model
-from shardwright.run.train import evaluate, train
+from shardwright.run.train import evaluate, to_device, train
 
 SPEC = BASE.model_copy(update={"vocab": 257})
 TEXT = [
@@ -111,7 +111,7 @@ def evaluated(job, layout, batches):
     losses = [evaluate(stepper, batches)]
     for index in range(2):
         samples = batches.microbatches(index, layout, rank)
-        losses.append(stepper.step(index, [tuple(map(torch.from_numpy, sample)) for sample in samples]).loss)
+        losses.append(stepper.step(index, to_device(samples, "cpu")).loss)
         losses.append(evaluate(stepper, batches))
     return losses
 

@@ -18,7 +18,8 @@ from shardwright.model import ModelSpec
 from shardwright.plan.holdings import TOKEN_BYTES
 from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import ACTIVATIONS, Collective, MemoryMeter, Sent
-from shardwright.run.step import Microbatch, Stepper, parallel_model
+from shardwright.run.model import Microbatch
+from shardwright.run.step import Stepper, parallel_model
 
 STEADY_MICROBATCHES = 3
 """Microbatches that are executed at most: the first, one in the steady state, the last. The others of a step
@@ -99,8 +100,9 @@ def _with_repeats(
 
 
 def _microbatches(job: Job, layout: Layout, count: int) -> list[Microbatch]:
-    """Token ids and targets of ``count`` microbatches, as training is given them."""
-    shape = (layout.micro_batch, job.seq)
+    """``count`` microbatches of one made-up token, as training is given them."""
+    arrays = 2 if job.packing == "windows" else 3
     return [
-        (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)) for _ in range(count)
+        Microbatch(*(torch.zeros(layout.micro_batch, job.seq, dtype=torch.int64) for _ in range(arrays)))
+        for _ in range(count)
     ]

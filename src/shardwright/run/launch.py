@@ -76,6 +76,13 @@ def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     return all(name in environment for name in TORCHRUN_VARIABLES)
 
 
+def local_share(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Number of this process among those that torchrun started on the node, and their count; else 0 of 1."""
+    if not under_torchrun(environment):
+        return 0, 1
+    return int(environment["LOCAL_RANK"]), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def torchrun_rank(
     function: Callable[..., Any],
     ranks: int,

@@ -30,6 +30,14 @@ class RMSNorm(nn.Module):
         return rms_norm(x, local(self.weight), self.eps)
 
 
+class Microbatch(NamedTuple):
+    """A ``Sample`` of run/dataset.py on the device, each B x S."""
+
+    tokens: Tensor
+    targets: Tensor  # masked ones are MASKED
+    documents: Tensor | None = None  # None: attention crosses documents
+
+
 class Places(NamedTuple):
     """Where this rank's tokens stand: tables of the rotary embedding, S x D/2 each, and the document of each
     token, B x S, None where a sequence is one document."""

@@ -23,7 +23,7 @@ from shardwright.plan.schedule import stage_ranks
 from shardwright.run.dp import PRECISION_DTYPE
 from shardwright.run.kernels import wide
 from shardwright.run.linear import local
-from shardwright.run.model import Part, Stages
+from shardwright.run.model import Microbatch, Part, Stages
 
 Border = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of what passes between stages."""
@@ -86,34 +86,33 @@ class Pipeline:
             scale_grads=False,
         )
 
-    def backward(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], global_tokens: float) -> Tensor:
+    def backward(self, microbatches: Sequence[Microbatch], global_tokens: float) -> Tensor:
         """Leave the step's gradients on the parameters; this rank's sum of the loss, 0 without the last
         stage. fp64."""
-        losses = self._run(self.schedule.step, tokens, targets, global_tokens)
+        losses = self._run(self.schedule.step, microbatches, global_tokens)
         return (
             torch.stack([loss.detach().double().sum() for loss in losses]).sum() if losses else self._zero()
         )
 
-    def loss(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], global_tokens: float) -> Tensor:
+    def loss(self, microbatches: Sequence[Microbatch], global_tokens: float) -> Tensor:
         """The same without gradients."""
-        losses = self._run(self.schedule.eval, tokens, targets, global_tokens)
+        losses = self._run(self.schedule.eval, microbatches, global_tokens)
         return torch.stack([loss.double().sum() for loss in losses]).sum() if losses else self._zero()
 
     def _run(
-        self,
-        run: Callable[..., None],
-        tokens: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        global_tokens: float,
+        self, run: Callable[..., None], microbatches: Sequence[Microbatch], global_tokens: float
     ) -> list[Tensor]:
         losses: list[Tensor] = []
-        target = torch.cat(list(targets))
+        tokens, targets, documents = (
+            None if parts[0] is None else torch.cat(parts) for parts in zip(*microbatches, strict=True)
+        )
         run(
-            *((torch.cat(list(tokens)),) if self.has_first else ()),
-            target=target if self.has_last else None,
+            *((tokens,) if self.has_first else ()),
+            target=targets if self.has_last else None,
             losses=losses if self.has_last else None,
             return_outputs=False,
-            target_BS=target,
+            target_BS=targets,
+            document_BS=documents,
             global_tokens=global_tokens,
         )
         return losses

@@ -13,7 +13,7 @@ from shardwright.model import ModelSpec
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
 from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh
-from shardwright.run.model import Stages, build_model
+from shardwright.run.model import Microbatch, Stages, build_model
 from shardwright.run.optim import (
     build_optimizer,
     clip_gradients,
@@ -24,9 +24,6 @@ from shardwright.run.optim import (
 from shardwright.run.pp import Pipeline, stage_parts, sum_tied, tied_copies
 from shardwright.run.recompute import apply_recompute
 from shardwright.run.tp import apply_tp, sum_shares
-
-Microbatch = tuple[Tensor, Tensor]
-"""Token ids and targets (masked ones are MASKED), both B x S, on the device."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,11 @@ class Stepper:
 
     def backward(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """Leave the step's gradients on the parameters; returns the global loss and token count."""
-        tokens = self.global_tokens([target for _, target in microbatches])
-        total = (self._one_by_one if self.pipeline is None else self._piped)(microbatches, tokens)
+        own = [self.own_part(microbatch) for microbatch in microbatches]
+        tokens = self.global_tokens([microbatch.targets for microbatch in own])
+        total = (
+            self._one_by_one(own, tokens) if self.pipeline is None else self.pipeline.backward(own, tokens)
+        )
         for stage in self.model.stages:
             sum_shares(stage)
         sum_tied(self.model, self.mesh["pp"])
@@ -99,11 +99,11 @@ class Stepper:
 
     def _one_by_one(self, microbatches: Sequence[Microbatch], tokens: float) -> Tensor:
         total = None
-        for i, (token_BS, target_BS) in enumerate(microbatches):
+        for i, microbatch in enumerate(microbatches):
             set_microbatch_schedule(
                 self.model, zero_stage=self.layout.zero_stage, last=i == len(microbatches) - 1
             )
-            loss = self.model(token_BS, target_BS, global_tokens=tokens)
+            loss = self.model(*microbatch, tokens)
             loss.backward()
             detached = loss.detach().double()
             total = detached if total is None else total + detached
@@ -111,17 +111,22 @@ class Stepper:
             self.after_microbatch(i)
         return total
 
-    def _piped(self, microbatches: Sequence[Microbatch], tokens: float) -> Tensor:
-        token_BS, target_BS = zip(*microbatches, strict=True)
-        return self.pipeline.backward(token_BS, target_BS, tokens)
-
-    def loss(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Sum of the loss over this rank's microbatches, 0 without the last stage; without gradients."""
-        token_BS, target_BS = zip(*microbatches, strict=True)
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """This rank's part of the loss, summed over tokens, and its unmasked tokens; without gradients."""
+        own = [self.own_part(microbatch) for microbatch in microbatches]
         if self.pipeline is not None:
-            return self.pipeline.loss(token_BS, target_BS, 1.0)
-        losses = [self.model(*pair).double() for pair in zip(token_BS, target_BS, strict=True)]
-        return torch.stack(losses).sum()
+            loss = self.pipeline.loss(own, 1.0)
+        else:
+            loss = torch.stack([self.model(*microbatch, 1.0).double() for microbatch in own]).sum()
+        tokens = torch.stack([(microbatch.targets != MASKED).sum() for microbatch in own]).sum()
+        return torch.stack([loss, tokens.double()])
+
+    def own_part(self, microbatch: Microbatch) -> Microbatch:
+        """The tokens of a microbatch's sequences that this rank of cp has."""
+        if self.layout.cp == 1:
+            return microbatch
+        positions = self.model.stages[0].positions
+        return Microbatch(*(None if part is None else part[:, positions] for part in microbatch))
 
     def global_tokens(self, targets: Sequence[Tensor]) -> float:
         """Unmasked tokens of the global batch; at least 1, so that an empty batch has loss 0."""

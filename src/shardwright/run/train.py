@@ -6,7 +6,7 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,6 @@ from shardwright.model import ModelSpec
 from shardwright.run.dataset import Batches, Sample
 from shardwright.run.dp import reshard
 from shardwright.run.init import initialise
-from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh, build_mesh
 from shardwright.run.model import Stages
 from shardwright.run.optim import learning_rate
@@ -123,9 +122,7 @@ def evaluate(stepper: Stepper, dataset: Batches) -> float:
     with torch.no_grad():
         for batch in range(stepper.job.eval_batches):
             samples = dataset.held_out_microbatches(batch, stepper.layout, stepper.mesh.data.get_local_rank())
-            microbatches = _to_device(samples, stepper.mesh.device_type)
-            total[0] += stepper.loss(microbatches)
-            total[1] += torch.stack([(target_BS != MASKED).sum() for _, target_BS in microbatches]).sum()
+            total += stepper.evaluate(to_device(samples, stepper.mesh.device_type))
     reshard(stepper.model)
     loss, tokens = stepper.sum_over_tokens(total)
     return float(stepper.sum_over_stages(loss)) / max(float(tokens), 1.0)
@@ -177,7 +174,7 @@ def _one_step(
     start = time.perf_counter()
     with memory.around(index):
         samples = dataset.microbatches(index, stepper.layout, stepper.mesh.data.get_local_rank())
-        found = stepper.step(index, _to_device(samples, stepper.mesh.device_type))
+        found = stepper.step(index, to_device(samples, stepper.mesh.device_type))
     step_time = time.perf_counter() - start
     due = job.eval_every and ((index + 1) % job.eval_every == 0 or index + 1 == job.steps)
     return StepRecord(
@@ -194,14 +191,16 @@ def _one_step(
     )
 
 
-def _to_device(samples: list[Sample], device_type: str) -> list[Microbatch]:
+def to_device(samples: Iterable[Sample], device_type: str) -> list[Microbatch]:
     """Copies on the device, on a CPU too: what a step holds is the same everywhere."""
     return [
-        (
-            torch.from_numpy(tokens).to(device_type, copy=True),
-            torch.from_numpy(targets).to(device_type, copy=True),
+        Microbatch(
+            *(
+                None if array is None else torch.from_numpy(array).to(device_type, copy=True)
+                for array in sample
+            )
         )
-        for tokens, targets in samples
+        for sample in samples
     ]
 
 

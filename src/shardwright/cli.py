@@ -355,6 +355,33 @@ def check(
 
 
 @app.command()
+def tokenize(
+    inputs: opt.Inputs,
+    output: opt.TokensOutput,
+    tokenizer: opt.TokenizerOption = "bytes",
+    text_field: opt.TextField = "text",
+    separator: opt.Separator = None,
+    skip_bad: opt.SkipBad = False,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Turn text into a token file, which train takes as --data."""
+    from shardwright.report.tokens import reading_bar, tokens_report
+    from shardwright.run.tokenize import tokenize as write_tokens
+
+    with reading_bar() as advance:
+        document = write_tokens(
+            inputs,
+            output,
+            tokenizer=tokenizer,
+            separator=separator,
+            text_field=text_field,
+            skip_bad=skip_bad,
+            advance=advance,
+        )
+    _print(document, as_json, tokens_report)
+
+
+@app.command()
 def train(
     plan_path: opt.PlanArgument,
     data: opt.DataOption = None,

@@ -56,6 +56,13 @@ class AccountingName(StrEnum):
     pure_bf16 = "pure_bf16"
 
 
+class PackingName(StrEnum):
+    """Choices of --packing."""
+
+    windows = "windows"
+    documents = "documents"
+
+
 class FrameworkName(StrEnum):
     """Choices of --framework; plan/frameworks.py says what each can do."""
 
@@ -115,6 +122,10 @@ LearningRate = Annotated[float, typer.Option(help="Peak learning rate.", min=0)]
 WarmupSteps = Annotated[int, typer.Option(help="Steps of linear warm-up.", min=0)]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0 never evaluates.", min=0)]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data order.", min=0)]
+PackingOption = Annotated[
+    PackingName,
+    typer.Option(help="Attention over whole windows of joined documents, or inside each document."),
+]
 Tp = Annotated[int | None, typer.Option(help="Fix the ranks that share every matrix.", min=1)]
 Pp = Annotated[int | None, typer.Option(help="Fix the ranks of a pipeline.", min=1)]
 Cp = Annotated[int | None, typer.Option(help="Fix the ranks that share a sequence.", min=1)]
@@ -191,6 +202,7 @@ class JobOptions(NamedTuple):
     warmup_steps: WarmupSteps = 0
     eval_every: EvalEvery = 0
     seed: Seed = 0
+    packing: PackingOption = PackingName.windows
     lora_rank: LoraRank = 0
     lora_targets: LoraTargets = ""
     base_bits: BaseBits = 16
@@ -301,7 +313,7 @@ def job_of_options(
 ) -> Job:
     """The job of some options; arithmetic and accounting follow the device and the framework unless given."""
     values = options._asdict() | {"seq": seq, "global_batch": global_batch}
-    values["optimizer"] = options.optimizer.value
+    values["optimizer"], values["packing"] = options.optimizer.value, options.packing.value
     default = "fp32" if cluster.device.kind == "cpu" else "bf16"
     values["precision"] = default if options.precision is None else options.precision.value
     values["accounting"] = "fsdp2"
@@ -351,9 +363,38 @@ TokensPerStep = Annotated[
     typer.Option(help='Tokens of a step, "4M" for example: whole sequences of a power of two, if need be.'),
 ]
 
+# Options of `tokenize`
+Inputs = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Text files, a document each; .jsonl and .parquet, a document a record; or folders of them.",
+        metavar="INPUT...",
+        show_default=False,
+    ),
+]
+TokensOutput = Annotated[
+    Path, typer.Option("-o", "--output", help="The token file to write, corpus.tokens for example.")
+]
+TokenizerOption = Annotated[
+    str, typer.Option(help="A tokenizer.json or a folder that holds one; bytes makes a token of each byte.")
+]
+TextField = Annotated[str, typer.Option(help="Field of JSON, or column of Parquet, that holds the text.")]
+Separator = Annotated[
+    str | None,
+    typer.Option(
+        help="Token that ends a document. Default: the tokenizer's end of text, by its usual names."
+    ),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out records that are not text, and count them.")
+]
+
 # Options of `train` and `loop`
 DataOption = Annotated[
-    Path | None, typer.Option(help="A text file or a folder of them. Default: Python's standard library.")
+    Path | None,
+    typer.Option(
+        help="A token file, a text file, or a folder of text files. Default: Python's standard library."
+    ),
 ]
 Nproc = Annotated[
     int | None,

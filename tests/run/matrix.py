@@ -17,6 +17,7 @@ from gloo import (
     relative,
 )
 
+from shardwright.axes import MESH_ORDERS
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.run.launch import run_ranks
 

@@ -97,7 +97,7 @@ class Pipeline:
     def loss(self, microbatches: Sequence[Microbatch], global_tokens: float) -> Tensor:
         """The same without gradients."""
         losses = self._run(self.schedule.eval, microbatches, global_tokens)
-        return torch.stack([loss.double().sum() for loss in losses]).sum() if losses else self._zero()
+        return self._total(losses)
 
     def _run(
         self, run: Callable[..., None], microbatches: Sequence[Microbatch], global_tokens: float
@@ -117,8 +117,10 @@ class Pipeline:
         )
         return losses
 
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.parts[0].device)
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        if not losses:
+            return torch.zeros((), dtype=torch.float64, device=self.parts[0].device)
+        return torch.stack([loss.double() for loss in losses]).sum()
 
 
 def sum_tied(model: Stages, mesh: DeviceMesh) -> None:

@@ -132,7 +132,12 @@ def _qwen2_moe_window(config: Config) -> Fields:
 def _qwen_moe(config: Config, experts: int, top_k: int, ffn: int) -> Fields:
     moe = _moe(config, "num_local_experts", "moe_intermediate_size", (experts, top_k, ffn))
     dense = tuple(given(config, "mlp_only_layers", ()))
-    return {**moe, "layer_step": given(config, "decoder_sparse_step", 1), "dense_layers": dense}
+    return {
+        **moe,
+        "layer_step": given(config, "decoder_sparse_step", 1),
+        "dense_layers": dense,
+        "normalise": flag(config, "norm_topk_prob"),
+    }
 
 
 def _qwen2_moe(config: Config) -> Fields:
@@ -176,9 +181,23 @@ def _mla(config: Config) -> Fields:
     return {"mla": values, "head_size": nope + rope, "kv_heads": config["num_attention_heads"]}
 
 
+def _corrected(config: Config, scale: float) -> Fields:
+    """Routing by sigmoids and a correction bias, as DeepSeek-V3 and GLM have it."""
+    return {
+        "correction_bias": True,
+        "score": "sigmoid",
+        "normalise": flag(config, "norm_topk_prob", True),
+        "scale": given(config, "routed_scaling_factor", scale),
+    }
+
+
 def _deepseek_v2(config: Config) -> Fields:
-    moe = _moe(config, "n_routed_experts", "moe_intermediate_size", (64, None, 1407))
-    return {**_llama(config), **_mla(config), "moe": _deepseek(config, moe, 2, 0)}
+    """Groups count in one of its ways to choose; the weights are never normalised."""
+    moe = _deepseek(config, _moe(config, "n_routed_experts", "moe_intermediate_size", (64, None, 1407)), 2, 0)
+    if given(config, "topk_method", "greedy") == "greedy":
+        moe |= {"groups": 1, "top_groups": 1}
+    moe |= {"normalise": False, "scale": given(config, "routed_scaling_factor", 1.0)}
+    return {**_llama(config), **_mla(config), "moe": moe}
 
 
 def _deepseek_v3(config: Config) -> Fields:
@@ -187,7 +206,7 @@ def _deepseek_v3(config: Config) -> Fields:
         **biases(config),
         **_mla(config),
         "mtp_layers": _mtp_layers(config),
-        "moe": {**_deepseek(config, moe, 1, 3, (8, 4)), "correction_bias": True},
+        "moe": {**_deepseek(config, moe, 1, 3, (8, 4)), **_corrected(config, 2.5)},
     }
 
 
@@ -201,7 +220,7 @@ def _glm4_moe(config: Config) -> Fields:
         "qkv_bias": flag(config, "attention_bias"),
         "qk_norm": flag(config, "use_qk_norm"),
         "mtp_layers": _mtp_layers(config),
-        "moe": {**_deepseek(config, moe, 1, 1), "correction_bias": True},
+        "moe": {**_deepseek(config, moe, 1, 1), **_corrected(config, 1.0)},
     }
 
 
@@ -236,7 +255,13 @@ def _llama4(config: Config) -> Fields:
         "window_kind": "chunked",
         "no_rope_layers": no_rope,
         "qk_norm": flag(config, "use_qk_norm", True),
-        "moe": {**moe, "shared_ffn": config["intermediate_size"], **placed},
+        "moe": {
+            **moe,
+            "shared_ffn": config["intermediate_size"],
+            "score": "sigmoid",
+            "normalise": False,
+            **placed,
+        },
     }
 
 

@@ -51,6 +51,12 @@ class Job(Description):
     expert_imbalance: float = Field(
         default=1.2, ge=1, description="tokens of the fullest rank of ep over the mean, where none is dropped"
     )
+    router_aux_weight: NonNegativeFloat = Field(
+        default=0.0, description="of the loss that evens out the experts' tokens, added up over layers"
+    )
+    router_bias_rate: NonNegativeFloat = Field(
+        default=0.0, description="by which a step moves the correction bias of an expert with too many tokens"
+    )
     learning_rate: NonNegativeFloat = 3e-4
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
     warmup_steps: NonNegativeInt = 0

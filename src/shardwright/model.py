@@ -53,6 +53,9 @@ class Moe(Description):
     expert_bias: bool = False
     groups: PositiveInt = Field(default=1, description="of experts, for node-limited routing")
     top_groups: PositiveInt = Field(default=1, description="groups that a token's experts may be in")
+    score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="of the router's numbers")
+    normalise: bool = Field(default=True, description="weights of a token's experts add up to scale")
+    scale: PositiveFloat = Field(default=1.0, description="of the weights")
     first_dense_layers: NonNegativeInt = 0
     layer_step: PositiveInt = 1
     dense_layers: tuple[NonNegativeInt, ...] = ()

@@ -18,6 +18,8 @@ from shardwright.run.experts import MoE
 from shardwright.run.router import apply_balance, expert_load, routers, update_router_bias
 
 LAYERS, BATCH, SEQ = 2, 8, 8
+AUX = 1e4
+"""Weight of the balancing loss that gives its gradient the size of the loss's."""
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 BASE = ModelSpec(
@@ -43,7 +45,7 @@ SPECS = {
         "deepseek_v3", LATENT, top_k=3, shared_ffn=12, score="sigmoid", scale=2.5, groups=4, top_groups=2,
         correction_bias=True,
     ),
-    "one_of_many": with_moe("mixtral", experts=32, top_k=1),
+    "one_of_many": with_moe("mixtral", experts=32, top_k=1, normalise=False),
 }  # fmt: skip
 
 
@@ -65,7 +67,9 @@ class Case:
     to_one: bool = False
 
     def __str__(self):
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        changed = [
+            (f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default
+        ]
         return "-".join(name if value is True else f"{name}={value}" for name, value in changed)
 
     @property
@@ -134,7 +138,7 @@ def backward(model, x, target, parts):
     for i, (x_part, target_part) in enumerate(zip(x.chunk(parts), target.chunk(parts), strict=True)):
         if hasattr(model, "set_is_last_backward"):
             model.set_requires_all_reduce(i == parts - 1)
-        loss = (model(x_part) - target_part).square().sum() / (BATCH * SEQ)
+        loss = (model(x_part.detach().requires_grad_()) - target_part).square().sum() / (BATCH * SEQ)
         loss.backward()
         total += loss.item()
     return total
@@ -151,8 +155,8 @@ def gathered(gradient):
         parts = [torch.empty_like(local) for _ in range(mesh[axis].size())]
         torch.distributed.all_gather(parts, local.contiguous(), group=mesh.get_group(axis))
         if axis == "tp":
-            parts = [half for half in zip(*(part.chunk(2, dim=1) for part in parts), strict=True)]
-            local = torch.cat([torch.cat(half, dim=1) for half in parts], dim=1)
+            halves = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+            local = torch.cat([torch.cat(half, dim=1) for half in halves], dim=1)
         else:
             local = torch.cat(parts)
     return local.numpy()

@@ -15,9 +15,15 @@ from shardwright.run.kernels import _slices
 GROUPED_CAPABILITY = (8, 0)
 """CUDA devices from which torch has one kernel for all groups."""
 
+ALIGNED = 8
+"""Elements of bf16 in 16 bytes, of which that kernel wants strides to be multiples."""
 
-def _one_kernel(x_CI: Tensor) -> bool:
-    if x_CI.device.type != "cuda" or x_CI.dtype != torch.bfloat16:
+
+def _one_kernel(x_CI: Tensor, weight_GOI: Tensor) -> bool:
+    """Whether torch's kernel takes them; it refuses no rows at all (pytorch#192497)."""
+    if x_CI.device.type != "cuda" or x_CI.dtype != torch.bfloat16 or not len(x_CI):
+        return False
+    if any(size % ALIGNED for size in weight_GOI.shape[1:]):
         return False
     return torch.cuda.get_device_capability(x_CI.device) >= GROUPED_CAPABILITY
 
@@ -34,7 +40,7 @@ def _groups(counts: list[int]) -> Iterator[tuple[int, slice]]:
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=())
 def _grouped_product(x_CI: Tensor, weight_GOI: Tensor, counts: list[int]) -> Tensor:
-    if _one_kernel(x_CI):
+    if _one_kernel(x_CI, weight_GOI):
         return torch._grouped_mm(x_CI, weight_GOI.transpose(1, 2), offs=_ends(counts, x_CI.device))
     out_CO = x_CI.new_empty((x_CI.shape[0], weight_GOI.shape[1]))
     for group, rows in _groups(counts):
@@ -47,44 +53,93 @@ def _(x_CI, weight_GOI, counts):
     return x_CI.new_empty((x_CI.shape[0], weight_GOI.shape[1]))
 
 
-@torch.library.custom_op("shardwright::grouped_product_backward", mutates_args=())
-def _grouped_product_backward(
-    grad_CO: Tensor, x_CI: Tensor, weight_GOI: Tensor, counts: list[int]
-) -> tuple[Tensor, Tensor]:
-    if _one_kernel(x_CI):
-        ends = _ends(counts, x_CI.device)
-        dx_CI = torch._grouped_mm(grad_CO, weight_GOI, offs=ends)
-        return dx_CI, torch._grouped_mm(grad_CO.t(), x_CI, offs=ends)
-    dx_CI, dweight_GOI = torch.empty_like(x_CI), torch.empty_like(weight_GOI)
+@torch.library.custom_op("shardwright::grouped_product_input", mutates_args=())
+def _grouped_product_input(grad_CO: Tensor, weight_GOI: Tensor, counts: list[int]) -> Tensor:
+    if _one_kernel(grad_CO, weight_GOI):
+        return torch._grouped_mm(grad_CO, weight_GOI, offs=_ends(counts, grad_CO.device))
+    dx_CI = grad_CO.new_empty((grad_CO.shape[0], weight_GOI.shape[2]))
     for group, rows in _groups(counts):
         torch.mm(grad_CO[rows], weight_GOI[group], out=dx_CI[rows])
+    return dx_CI
+
+
+@_grouped_product_input.register_fake
+def _(grad_CO, weight_GOI, counts):
+    return grad_CO.new_empty((grad_CO.shape[0], weight_GOI.shape[2]))
+
+
+@torch.library.custom_op("shardwright::grouped_product_weight", mutates_args=())
+def _grouped_product_weight(grad_CO: Tensor, x_CI: Tensor, weight_GOI: Tensor, counts: list[int]) -> Tensor:
+    if _one_kernel(x_CI, weight_GOI):
+        dweight_GOI = torch._grouped_mm(grad_CO.t(), x_CI, offs=_ends(counts, x_CI.device))
+        for group in [group for group, count in enumerate(counts) if not count]:
+            dweight_GOI[group].zero_()  # the kernel leaves them as they were on some devices (pytorch#172439)
+        return dweight_GOI
+    dweight_GOI = torch.empty_like(weight_GOI)
+    for group, rows in _groups(counts):
         torch.mm(grad_CO[rows].t(), x_CI[rows], out=dweight_GOI[group])
-    return dx_CI, dweight_GOI
+    return dweight_GOI
 
 
-@_grouped_product_backward.register_fake
+@_grouped_product_weight.register_fake
 def _(grad_CO, x_CI, weight_GOI, counts):
-    return torch.empty_like(x_CI), torch.empty_like(weight_GOI)
+    return torch.empty_like(weight_GOI)
 
 
-class GroupedProduct(torch.autograd.Function):
-    """Keeps its input and the weights."""
+class InputSide(torch.autograd.Function):
+    """The product, as a function of its input alone; keeps the weights."""
 
     @staticmethod
     def forward(ctx, x_CI: Tensor, weight_GOI: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x_CI, weight_GOI)
+        ctx.save_for_backward(weight_GOI)
         ctx.counts = counts
         return _grouped_product(x_CI, weight_GOI, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_CO: Tensor):
-        return *_grouped_product_backward(grad_CO.contiguous(), *ctx.saved_tensors, ctx.counts), None
+        return _grouped_product_input(grad_CO.contiguous(), ctx.saved_tensors[0], ctx.counts), None, None
+
+
+class WeightSide(torch.autograd.Function):
+    """Nothing, as a function of the weights, whose gradient is the product's; keeps the input."""
+
+    @staticmethod
+    def forward(ctx, weight_GOI: Tensor, x_CI: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x_CI, weight_GOI)
+        ctx.counts = counts
+        return x_CI.new_zeros(()).expand(x_CI.shape[0], weight_GOI.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_CO: Tensor):
+        return _grouped_product_weight(grad_CO.contiguous(), *ctx.saved_tensors, ctx.counts), None, None
+
+
+class BothSides(torch.autograd.Function):
+    """The first, as if the second were added to it."""
+
+    @staticmethod
+    def forward(ctx, product_CO: Tensor, nothing_CO: Tensor) -> Tensor:
+        return product_CO.view_as(product_CO)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_CO: Tensor):
+        return grad_CO, grad_CO
 
 
 def grouped_product(x_CI: Tensor, weight_GOI: Tensor, counts: list[int]) -> Tensor:
-    """Each group's rows times the transpose of its matrix, C x O."""
-    return GroupedProduct.apply(x_CI, weight_GOI, counts)
+    """Each group's rows times the transpose of its matrix, C x O.
+
+    Two nodes of autograd's graph, for it asks a function written in Python for all gradients or none: a
+    zero-bubble schedule, which asks for those of the input and of the weights in two passes, would have both
+    products made twice.
+    """
+    product_CO = InputSide.apply(x_CI, weight_GOI.detach(), counts)
+    if not weight_GOI.requires_grad:
+        return product_CO
+    return BothSides.apply(product_CO, WeightSide.apply(weight_GOI, x_CI.detach(), counts))
 
 
 @torch.library.custom_op("shardwright::weighted_swiglu", mutates_args=())

@@ -236,6 +236,8 @@ def _collective(op: str, args) -> tuple[str | None, int]:
         return "reduce_scatter", max(t.nbytes for t in tensors)
     if "allreduce" in op or "all_reduce" in op:
         return "all_reduce", sum(t.nbytes for t in tensors)
+    if "alltoall" in op or "all_to_all" in op:
+        return "all_to_all", tensors[-1].nbytes  # what is sent, which need not be as much as what comes
     if "broadcast" in op:
         return "broadcast", sum(t.nbytes for t in tensors)
     return None, 0

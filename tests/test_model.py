@@ -175,3 +175,22 @@ def test_counts_are_whole_and_positive(key, value):
 def test_unknown_model_type_lists_the_known():
     with pytest.raises(ModelError, match=r"model_type='bert'.*'llama', 'mistral', .* or 'llama4_text'"):
         ModelSpec.checked(TINY | {"model_type": "bert"})
+
+
+@pytest.mark.parametrize(
+    ("name", "score", "normalise", "scale"),
+    [
+        ("mixtral-8x7b", "softmax", True, 1.0),
+        ("qwen1.5-moe-a2.7b", "softmax", False, 1.0),
+        ("qwen3-30b-a3b", "softmax", True, 1.0),
+        ("deepseek-v2", "softmax", False, 16.0),
+        ("deepseek-v2-lite", "softmax", False, 1.0),
+        ("deepseek-v3", "sigmoid", True, 2.5),
+        ("glm-4.5", "sigmoid", True, 2.5),
+        ("glm-4.5-air", "sigmoid", True, 1.0),
+        ("llama-4-scout", "sigmoid", False, 1.0),
+    ],
+)
+def test_routing_is_as_in_the_config_of_the_model_card(name, score, normalise, scale):
+    moe = preset(name).moe
+    assert (moe.score, moe.normalise, moe.scale) == (score, normalise, scale)

@@ -161,21 +161,24 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "qwen3-30b-a3b": (
         "qwen3_moe",
-        like_llama(2048, 6144, 48, 32, 4, 151936, head_dim=128, max_position_embeddings=40960, **MILLION),
+        like_llama(2048, 6144, 48, 32, 4, 151936, head_dim=128, max_position_embeddings=40960, **MILLION)
+        | {"norm_topk_prob": True},
     ),
     "qwen1.5-moe-a2.7b": ("qwen2_moe", {"max_position_embeddings": 8192, **MILLION}),
     "deepseek-v2": (
         "deepseek_v2",
         like_llama(5120, 12288, 60, 128, 128, 102400, max_position_embeddings=163840, n_group=8, topk_group=3)
         | {"n_routed_experts": 160, "num_experts_per_tok": 6, "moe_intermediate_size": 1536}
-        | {"first_k_dense_replace": 1, **YARN},
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 16.0, **YARN}
+        | {"topk_method": "group_limited_greedy"},
     ),
     "deepseek-v3": ("deepseek_v3", {"max_position_embeddings": 163840, **YARN}),
     "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
     "glm-4.5": (
         "glm4_moe",
         like_llama(5120, 12288, 92, 96, 8, 151552, head_dim=128, attention_bias=True, use_qk_norm=True)
-        | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3, **MILLION},
+        | {"n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3, **MILLION}
+        | {"routed_scaling_factor": 2.5},
     ),
     "llama-4-maverick": (
         "llama4_text",

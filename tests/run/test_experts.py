@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own custom)
-from expert_stack import BASE, SPECS, with_moe
+from expert_stack import BASE, SPECS, Stack, with_moe
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -257,6 +258,25 @@ class TestCounting:
         assert torch.equal(whole.counts, parts.counts)
         assert parts.loss.item() == pytest.approx(whole.loss.item(), rel=1e-13)
         assert whole.fullest >= 1 >= whole.emptiest
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    def test_a_zero_bubble_schedule_counts_once(self, recompute):
+        """Its two passes, input and weights, make the same gradients and counts as one."""
+        stack = Stack(SPECS["deepseek_v3"], recompute, False).double()
+        apply_balance(stack, 1e4, 3)
+        x, grad = tokens().requires_grad_(), tokens(seed=8)
+        stack(x).backward(grad)
+        once, expected = expert_load(stack), {n: p.grad.clone() for n, p in stack.named_parameters()}
+        dx, x.grad = x.grad, None
+        stack.zero_grad()
+        (found,), groups = stage_backward_input([stack(x)], [grad], [x], stack.parameters())
+        stage_backward_weight(stack.parameters(), groups)
+        again = expert_load(stack)
+        assert torch.equal(found, dx)
+        assert torch.equal(once.counts, again.counts)
+        assert once.loss == again.loss
+        for name, parameter in stack.named_parameters():
+            assert relative(parameter.grad, expected[name]) < 1e-13
 
     def test_balanced_routing_is_even(self):
         moe = filled(SPECS["deepseek_v3"])

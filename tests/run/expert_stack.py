@@ -12,10 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.job import Job
 from shardwright.model import ModelSpec, Moe
+from shardwright.plan.block_ops import Rank
+from shardwright.plan.feed_forward_steps import expert_steps
 from shardwright.run.ep import apply_ep, expert_meshes, expert_placement
+from shardwright.run.expert_load import apply_balance, expert_load, routers, update_router_bias
 from shardwright.run.experts import MoE
-from shardwright.run.router import apply_balance, expert_load, routers, update_router_bias
 
 LAYERS, BATCH, SEQ = 2, 8, 8
 AUX = 1e4
@@ -142,6 +145,34 @@ def backward(model, x, target, parts):
         loss.backward()
         total += loss.item()
     return total
+
+
+def kept_bytes(moe, x):
+    """Bytes of the storages, but those of parameters, that a forward pass keeps for the backward pass."""
+    kept = {}
+    own = {
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).untyped_storage().data_ptr()
+        for parameter in moe.parameters()
+    }
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = moe(x.detach().requires_grad_())
+    assert out.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def planned_bytes(spec, precision, split):
+    """What plan/feed_forward_steps.py keeps of a token, on a rank with no more copies than the mean."""
+    rank = Rank(spec, Job(seq=SEQ, global_batch=BATCH, precision=precision, expert_imbalance=1.0), split)
+    ops = [op for step in expert_steps(rank, spec.moe, "read")[0] for op in step]
+    sizes = {"read": rank.residual} | {name: size for op in ops for name, size in op.makes.items()}
+    return sum(sizes[name] for name in {name for op in ops for name in op.keeps})
 
 
 def gathered(gradient):

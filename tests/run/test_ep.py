@@ -17,10 +17,12 @@ from expert_stack import (
     Case,
     Stack,
     backward,
+    kept_bytes,
     many_ranks,
     one_rank,
     own_samples,
     parallel_stack,
+    planned_bytes,
     with_moe,
 )
 from gloo import relative
@@ -31,12 +33,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.job import Job
 from shardwright.layout import Layout
+from shardwright.plan.activations import Split
 from shardwright.plan.table import table_of
 from shardwright.plan.traffic import traffic
 from shardwright.run.ep import apply_ep, expert_meshes
+from shardwright.run.expert_load import apply_balance, expert_load, set_routing
 from shardwright.run.experts import MoE
 from shardwright.run.launch import run_ranks
-from shardwright.run.router import BalancedRouting, apply_balance, expert_load, set_routing
+from shardwright.run.routing import BalancedRouting
 
 GRADIENT = 1e-9
 
@@ -160,6 +164,34 @@ def test_vectors_sent_equal_the_plan(case):
         assert sent[1] == [weights, weights * copies]
         assert sent[0] == [forward, forward * BASE.moe.experts]
         assert set(sent) == {0, 1, BASE.hidden}
+
+
+# What is kept
+
+
+def kept(spec, case):
+    """What a layer of this rank keeps with balanced routing; runs under ``run_ranks``."""
+    root = init_device_mesh("cpu", (case.shard, case.tp), mesh_dim_names=("dp_shard", "tp"))
+    moe = Stack(spec, False, False).double().layers[0].mlp
+    apply_ep(moe, expert_meshes(root, case.ep, case.etp), tp=root["tp"], sp=case.sp)
+    set_routing(moe, BalancedRouting())
+    return kept_bytes(moe, torch.randn(2, SEQ // case.tp, spec.hidden, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [
+        ("deepseek_v3", Case(shard=2, ep=2)),
+        ("qwen2_moe", Case(shard=4, ep=4)),
+        ("mixtral", Case(tp=2, ep=2, sp=True)),
+    ],
+    ids=str,
+)
+def test_kept_for_backward_equals_the_plan(model, case):
+    spec = SPECS[model]
+    planned = planned_bytes(spec, "fp64", Split(tp=case.tp, sp=case.sp, ep=case.ep)) * 2 * SEQ
+    for rank in run_ranks(kept, case.ranks, spec, case, timeout_s=60):
+        assert rank == planned + 8 * spec.moe.experts
 
 
 # Without numbers

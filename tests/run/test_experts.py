@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own custom)
-from expert_stack import BASE, SPECS, Stack, with_moe
+from expert_stack import BASE, SPECS, Stack, kept_bytes, planned_bytes, with_moe
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -11,22 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.errors import ModelError
 from shardwright.hf_config import model_from_config
-from shardwright.job import Job
 from shardwright.plan.activations import Split
-from shardwright.plan.block_ops import Rank
-from shardwright.plan.feed_forward_steps import expert_steps
 from shardwright.run import grouped, kernels
-from shardwright.run.experts import MoE
-from shardwright.run.grouped import grouped_product, weighted_swiglu
-from shardwright.run.router import (
-    BalancedRouting,
+from shardwright.run.expert_load import (
     apply_balance,
-    chosen_experts,
     expert_load,
     initialise_bias,
     set_routing,
     update_router_bias,
 )
+from shardwright.run.experts import MoE
+from shardwright.run.grouped import grouped_product, weighted_swiglu
+from shardwright.run.routing import BalancedRouting, chosen_experts
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -212,24 +208,9 @@ class TestWhatIsKept:
     @pytest.mark.parametrize("name", SPECS)
     def test_equals_the_plan(self, name):
         spec, x = SPECS[name], tokens(dtype=torch.float32)
-        moe, kept = filled(spec, torch.float32), {}
-        own = {parameter.untyped_storage().data_ptr() for parameter in moe.parameters()}
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = moe(x.requires_grad_())
-        rank = Rank(spec, Job(seq=5, global_batch=3, precision="fp32"), Split())
-        ops = [op for step in expert_steps(rank, spec.moe, "read")[0] for op in step]
-        sizes = {"read": rank.residual} | {name: size for op in ops for name, size in op.makes.items()}
-        planned = sum(sizes[name] for name in {name for op in ops for name in op.keeps})
         counts = 8 * spec.moe.experts  # one number an expert, not a token: not in the plan
-        assert sum(storage.nbytes() for storage in kept.values()) == planned * 15 + counts
-        assert out.requires_grad
+        planned = planned_bytes(spec, "fp32", Split()) * 15
+        assert kept_bytes(filled(spec, torch.float32), x) == planned + counts
 
 
 class TestCounting:

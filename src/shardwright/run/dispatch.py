@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.run.kernels import _slices
-from shardwright.run.router import Routed, Routing, Splits
-
-COUNT_BYTES = 8
-"""An int64: a rank tells the others how many copies their experts get, E of them in one all-to-all."""
+from shardwright.run.router import Routed
+from shardwright.run.routing import Routing, Splits
 
 
 @torch.library.custom_op("shardwright::sum_copies", mutates_args=())
@@ -135,7 +133,7 @@ class Paths(NamedTuple):
 def plan_paths(routed: Routed, top_k: int, routing: Routing, group: dist.ProcessGroup | None) -> Paths:
     """Tell the ranks of ``group`` how many copies their experts get; None: this rank has all experts.
 
-    One all-to-all of E counts, and the only point where the device is waited for.
+    One all-to-all of E int64, and the only point where the device is waited for.
     """
     sent_E, rank = routed.counts, 0
     received_RL = sent_E[None]

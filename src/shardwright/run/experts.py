@@ -14,7 +14,8 @@ from shardwright.plan.names import naming
 from shardwright.run.dispatch import combine, dispatch, plan_paths, to_experts
 from shardwright.run.grouped import grouped_product, weighted_swiglu
 from shardwright.run.kernels import swiglu
-from shardwright.run.router import Routed, Router, Routing, split_weight
+from shardwright.run.router import Routed, Router, split_weight
+from shardwright.run.routing import Routing
 from shardwright.run.tp_region import TpRegion
 
 

@@ -4,7 +4,6 @@ N tokens of this rank, B sequences, H hidden, E experts, K experts of a token, C
 expert.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +13,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
 from shardwright.model import ModelSpec, Moe
+from shardwright.run.balance import TINY, Balance, Tally
 from shardwright.run.kernels import _slices, wide
-
-TINY = 1e-20
-"""Added to a token's sum of scores, which is divided by. Source: transformers modeling_deepseek_v3.py."""
+from shardwright.run.routing import Routing
 
 
 @torch.library.custom_op("shardwright::router_scores", mutates_args=())
@@ -72,24 +70,6 @@ class RouterScores(torch.autograd.Function):
         return *_router_scores_backward(grad_NE, *ctx.saved_tensors, ctx.sigmoid), None
 
 
-def chosen_experts(score_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
-    """Experts of every token (N x K): the best scores, a correction bias counted in, of the best groups.
-
-    A group counts by its best expert; with a correction bias by its two best.
-
-    Source: DeepSeek-V2 arXiv:2405.04434 section 2.2.2, DeepSeek-V3 arXiv:2412.19437 section 2.1.2.
-    """
-    choice_NE = score_NE if bias_E is None else score_NE + bias_E
-    if moe.groups > 1:
-        grouped = choice_NE.unflatten(1, (moe.groups, -1))
-        best = min(1 if bias_E is None else 2, grouped.shape[2])
-        group = grouped.topk(best, dim=2).values.sum(2).topk(moe.top_groups, dim=1).indices
-        left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=score_NE.device)
-        left_out.scatter_(1, group, False)
-        choice_NE = grouped.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
-    return choice_NE.topk(moe.top_k, dim=1).indices
-
-
 class CopyWeights(torch.autograd.Function):
     """The weight of every copy: its score, or its share of its token's scores, times the scale.
 
@@ -124,109 +104,6 @@ class CopyWeights(torch.autograd.Function):
         dscore_NE = torch.zeros_like(score_NE)
         dscore_NE.flatten().index_copy_(0, place_C, grad_C)
         return dscore_NE, None, None, None, None
-
-
-class Tally:
-    """What the backward passes of a step have counted on this rank: copies of each expert, balancing loss.
-
-    In the backward pass, for it runs once a microbatch: a forward pass is repeated by recomputation, and runs
-    without a step in an evaluation.
-    """
-
-    def __init__(self) -> None:
-        self.count_E: Tensor | None = None
-        self.loss: Tensor | None = None
-
-    def add(self, count_E: Tensor, loss: Tensor) -> None:
-        """Count one microbatch."""
-        if self.count_E is None or self.loss is None:
-            self.count_E, self.loss = count_E.clone(), loss.clone()
-        else:
-            self.count_E += count_E
-            self.loss += loss
-
-    def clear(self) -> None:
-        """Start the next step."""
-        self.count_E = self.loss = None
-
-
-class Balance(torch.autograd.Function):
-    """Hands the scores on; its backward pass counts, and adds the gradient of the balancing loss.
-
-    The loss of a sequence of T tokens is the sum over experts of E/(K T) x copies x mean score, a sigmoid's
-    as a share of its token's sum. ``load_BE``: what each token's score is multiplied by; ``repeats``: ranks
-    that work on the same tokens and whose gradients are summed.
-
-    Source: DeepSeek-V3 arXiv:2412.19437, equations 17 to 20.
-    """
-
-    @staticmethod
-    def forward(ctx, score_NE, load_BE: Tensor | None, count_E: Tensor, tally: Tally, shares, repeats):
-        ctx.tally, ctx.shares, ctx.repeats = tally, shares, repeats
-        ctx.save_for_backward(count_E, *(() if load_BE is None else (score_NE, load_BE)))
-        return score_NE.view_as(score_NE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_NE: Tensor):
-        count_E, *balancing = ctx.saved_tensors
-        loss = grad_NE.new_zeros(())
-        if balancing:
-            score_NE, load_BE = balancing
-            score_BSE, load_B1E = score_NE.unflatten(0, (len(load_BE), -1)), load_BE[:, None]
-            if ctx.shares:
-                total_BS1 = score_BSE.sum(-1, keepdim=True) + TINY
-                mean_BS1 = (score_BSE * load_B1E).sum(-1, keepdim=True) / total_BS1
-                loss, dscore_BSE = mean_BS1.sum(), (load_B1E - mean_BS1) / total_BS1
-            else:
-                loss, dscore_BSE = (score_BSE.sum(1) * load_BE).sum(), load_B1E
-            grad_NE = (grad_NE.view_as(score_BSE) + dscore_BSE / ctx.repeats).view_as(score_NE)
-        ctx.tally.add(count_E, loss)
-        return grad_NE, None, None, None, None, None
-
-
-class Splits(NamedTuple):
-    """Copies this rank sends to each of all experts; and those it gets for each of its own, by sender."""
-
-    sent: list[int]
-    received: list[list[int]]
-
-
-class Routing:
-    """Which experts tokens go to. A seam: a dry run, whose tensors hold no numbers, has another."""
-
-    def experts(self, score_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
-        """Experts of every token, N x K, all different."""
-        return chosen_experts(score_NE, bias_E, moe)
-
-    def splits(self, copies: int, sent_E: Tensor, received_RL: Tensor, rank: int) -> Splits:
-        """The counts as numbers: of ``copies`` sent, and received from each rank for each local expert."""
-        ranks, experts = received_RL.shape
-        numbers = torch.cat([sent_E, received_RL.flatten()]).tolist()
-        sent, received = numbers[: len(sent_E)], numbers[len(sent_E) :]
-        return Splits(sent, [received[i * experts : (i + 1) * experts] for i in range(ranks)])
-
-
-class BalancedRouting(Routing):
-    """Copies go to the experts round robin, whatever the scores; so every count is known without looking.
-
-    All ranks must have equally many tokens. ``fullness``: in a dry run, copies that this rank gets over the
-    mean, as the fullest rank does; ranks that really trade must leave it 1.
-    """
-
-    def __init__(self, fullness: float = 1.0) -> None:
-        self.fullness = fullness
-
-    def experts(self, score_NE: Tensor, bias_E: Tensor | None, moe: Moe) -> Tensor:
-        copies = torch.arange(len(score_NE) * moe.top_k, device=score_NE.device)
-        return copies.remainder(moe.experts).view(-1, moe.top_k)
-
-    def splits(self, copies: int, sent_E: Tensor, received_RL: Tensor, rank: int) -> Splits:
-        ranks, experts = received_RL.shape
-        each, rest = divmod(copies, len(sent_E))
-        sent = [each + (expert < rest) for expert in range(len(sent_E))]
-        own = [round(count * self.fullness) for count in sent[rank * experts : (rank + 1) * experts]]
-        return Splits(sent, [own] * ranks)
 
 
 class Routed(NamedTuple):
@@ -265,13 +142,14 @@ class Router(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Routed:
         sigmoid = self.moe.score == "sigmoid"
+        balances = self.balance_weight > 0 and torch.is_grad_enabled()
         score_NE = RouterScores.apply(x_BSH.flatten(0, 1), split_weight(self.weight), sigmoid)
         with torch.no_grad():
             index_NK = self.routing.experts(score_NE, self.bias, self.moe)
             order_C = index_NK.flatten().argsort(stable=True)
             count_BE = _counts(index_NK.view(len(x_BSH), -1), self.moe.experts)
             count_E = count_BE.sum(0)
-            load_BE = self._load(count_BE, x_BSH.shape[1]) if self.balance_weight else None
+            load_BE = self._load(count_BE, x_BSH.shape[1]) if balances else None
         score_NE = Balance.apply(score_NE, load_BE, count_E, self.tally, sigmoid, self.repeats)
         return Routed(CopyWeights.apply(score_NE, index_NK, order_C, count_E, self.moe), order_C, count_E)
 
@@ -297,85 +175,3 @@ def _counts(index_BC: Tensor, experts: int) -> Tensor:
     """How often each expert stands in each row; its shape does not depend on the numbers."""
     zeros_BE = torch.zeros((len(index_BC), experts), dtype=torch.int64, device=index_BC.device)
     return zeros_BE.scatter_add_(1, index_BC, torch.ones_like(index_BC))
-
-
-# Once a step
-
-
-def routers(model: nn.Module) -> list[Router]:
-    """Routers of the model, in the order of its layers."""
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
-def set_routing(model: nn.Module, routing: Routing) -> None:
-    """Route every layer by ``routing``."""
-    for router in routers(model):
-        router.routing = routing
-
-
-def apply_balance(
-    model: nn.Module, weight: float, global_batch: int, groups: Sequence[dist.ProcessGroup] = ()
-) -> None:
-    """Add the balancing loss of every layer and sequence to the gradients, not to the loss, in place.
-
-    Each sequence counts ``weight`` / ``global_batch``, so that microbatches and ranks add up. ``groups``:
-    each holds the tokens of one sequence between its ranks (cp; and tp where tokens are split over it).
-    plan/traffic.py must count one all-reduce of B x E int64 a layer, microbatch and group.
-    """
-    for router in routers(model):
-        router.balance_weight, router.sequence_groups = weight / global_batch, tuple(groups)
-
-
-def initialise_bias(model: nn.Module) -> None:
-    """Set every correction bias to 0, after ``to_empty``."""
-    for router in routers(model):
-        if router.bias is not None:
-            router.bias.zero_()
-
-
-class Load(NamedTuple):
-    """Copies of each expert in a step, layers x E, and the balancing loss of all layers."""
-
-    counts: Tensor
-    loss: Tensor
-
-    @property
-    def fullest(self) -> Tensor:
-        """Copies of the fullest expert over the mean, the worst layer's; 1 is even."""
-        return (self.counts.amax(1) / self.counts.double().mean(1)).amax()
-
-    @property
-    def emptiest(self) -> Tensor:
-        """Copies of the emptiest expert over the mean, the worst layer's; 0: an expert had none."""
-        return (self.counts.amin(1) / self.counts.double().mean(1)).amin()
-
-
-def expert_load(model: nn.Module, groups: Iterable[dist.ProcessGroup] = ()) -> Load:
-    """What the layers have counted since the last call, summed over ``groups``; starts the next count.
-
-    The groups together are all ranks of different tokens, such as dp_replicate, dp_shard and cp.
-    """
-    tallies = [router.tally for router in routers(model)]
-    counts = [tally.count_E for tally in tallies if tally.count_E is not None]
-    losses = [tally.loss for tally in tallies if tally.loss is not None]
-    assert len(counts) == len(tallies), "a step has run"
-    count_LE, loss = torch.stack(counts), torch.stack(losses).sum().double()
-    for tally in tallies:
-        tally.clear()
-    for group in groups:
-        dist.all_reduce(count_LE, group=group)
-        dist.all_reduce(loss, group=group)
-    return Load(count_LE, loss)
-
-
-def update_router_bias(model: nn.Module, count_LE: Tensor, rate: float) -> None:
-    """Move each expert's correction bias by ``rate``: down where it had more copies than the mean, up where
-    fewer.
-
-    ``count_LE``: over the whole global batch, one row a router of ``model``.
-
-    Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
-    """
-    for router, count_E in zip(routers(model), count_LE.double(), strict=True):
-        if router.bias is not None:
-            router.bias.add_(torch.sign(count_E.mean() - count_E), alpha=rate)

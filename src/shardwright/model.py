@@ -18,7 +18,7 @@ ModelType = Literal[
     "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4_text",
 ]  # fmt: skip
 
-BUILT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+BUILT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families that the runtime builds; the planner models all."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]

@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.job import Job
 from shardwright.model import ModelSpec, Moe
 from shardwright.plan.block_ops import Rank
 from shardwright.plan.feed_forward_steps import expert_steps
-from shardwright.run.ep import apply_ep, expert_meshes, expert_placement
+from shardwright.run.ep import apply_ep, expert_placement
 from shardwright.run.expert_load import apply_balance, expert_load, routers, update_router_bias
 from shardwright.run.experts import MoE
+from shardwright.run.mesh import expert_meshes
 
 LAYERS, BATCH, SEQ = 2, 8, 8
 AUX = 1e4
@@ -175,28 +175,10 @@ def planned_bytes(spec, precision, split):
     return sum(sizes[name] for name in {name for op in ops for name in op.keeps})
 
 
-def gathered(gradient):
-    """The whole of a gradient. By hand where halves of a dim are split: torch 2.13 cannot beside FSDP."""
-    if not isinstance(gradient, DTensor) or not any(
-        isinstance(placement, _StridedShard) and placement.dim == 1 for placement in gradient.placements
-    ):
-        return whole(gradient)
-    local, mesh = gradient.to_local(), gradient.device_mesh
-    for axis in ("tp", "expert_shard", "ep"):
-        parts = [torch.empty_like(local) for _ in range(mesh[axis].size())]
-        torch.distributed.all_gather(parts, local.contiguous(), group=mesh.get_group(axis))
-        if axis == "tp":
-            halves = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
-            local = torch.cat([torch.cat(half, dim=1) for half in halves], dim=1)
-        else:
-            local = torch.cat(parts)
-    return local.numpy()
-
-
 def found(model, loss, groups):
     load = expert_load(model, groups)
     update_router_bias(model, load.counts, 0.01)
-    gradients = {name: gathered(parameter.grad) for name, parameter in model.named_parameters()}
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
     biases = [router.bias.numpy().copy() for router in routers(model) if router.bias is not None]
     return Found(loss, gradients, load.counts.numpy().copy(), load.loss.item(), biases)
 
@@ -213,7 +195,7 @@ def parallel_stack(spec, case):
     root = init_device_mesh("cpu", (case.replicate, case.shard, case.cp, case.tp), mesh_dim_names=AXES)
     model = Stack(spec, case.recompute, case.to_one).double()
     meshes = expert_meshes(root, case.ep, case.etp)
-    apply_ep(model, meshes, tp=root["tp"] if case.tp > 1 else None, sp=case.sp)
+    apply_ep(model, meshes)
     spread = [axis for axis in ("cp", "tp") if root[axis].size() > 1 and (axis == "cp" or case.etp == 1)]
     apply_balance(model, case.aux, BATCH, [root.get_group(axis) for axis in spread])
     data = root["dp_shard", "cp"]._flatten("data")

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
-from shardwright.model import Llama3Rope, ModelSpec
+from shardwright.model import Llama3Rope, ModelSpec, Moe
 from shardwright.run.dataset import MASKED, Sample, sample_indices, stack_samples
 from shardwright.run.dp import sharded_modules
+from shardwright.run.expert_load import apply_balance, expert_load, update_router_bias
 from shardwright.run.init import initialise
 from shardwright.run.mesh import build_mesh
 from shardwright.run.model import Transformer
@@ -26,6 +28,15 @@ STEPS = 3
 BASE = ModelSpec(
     name="tiny", model_type="llama", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_size=16, vocab=64
 )
+
+
+def with_experts(model_type, layers=2, experts=8, top_k=2, **moe):
+    """BASE with routed experts in every layer."""
+    changes = {"layers": layers, "model_type": model_type}
+    moe = Moe(experts=experts, top_k=top_k, ffn=12, **moe)
+    return BASE.model_copy(update={**changes, "moe": moe})
+
+
 MODELS = {
     "base": BASE,
     "tied": BASE.model_copy(update={"tied_embeddings": True}),
@@ -37,6 +48,10 @@ MODELS = {
     ),
     "deep": BASE.model_copy(update={"layers": 4}),
     "deep_tied": BASE.model_copy(update={"layers": 4, "tied_embeddings": True}),
+    "experts": with_experts("qwen3_moe", top_k=2, normalise=True).model_copy(update={"qk_norm": True}),
+    "shared_experts": with_experts("qwen2_moe", top_k=3, shared_ffn=12, shared_gate=True, normalise=False),
+    "idle_experts": with_experts("mixtral", experts=32, top_k=1, normalise=False),
+    "deep_experts": with_experts("qwen3_moe", layers=4),
     "llama3_rope": BASE.model_copy(
         update={
             "rope_scaling": Llama3Rope(
@@ -104,8 +119,28 @@ def job_of(global_batch, precision="fp64", optimizer="adamw", **others):
 
 def whole(tensor):
     """The whole of a tensor that may be sharded, as an array of fp64."""
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        tensor = split_halves(tensor) if any(map(halves, tensor.placements)) else tensor.full_tensor()
     return tensor.detach().double().numpy().copy()
+
+
+def halves(placement):
+    """Whether a placement splits two stacked matrices each (gate and up of an expert)."""
+    return isinstance(placement, _StridedShard) and placement.dim == 1
+
+
+def split_halves(tensor):
+    """The whole of such a tensor, by hand: torch 2.13 cannot beside FSDP."""
+    local, mesh = tensor.to_local(), tensor.device_mesh
+    for axis in ("tp", "expert_shard", "ep"):
+        parts = [torch.empty_like(local) for _ in range(mesh[axis].size())]
+        torch.distributed.all_gather(parts, local.contiguous(), group=mesh.get_group(axis))
+        if axis == "tp":
+            pairs = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+            local = torch.cat([torch.cat(pair, dim=1) for pair in pairs], dim=1)
+        else:
+            local = torch.cat(parts)
+    return local
 
 
 def torch_batches(batches, step, layout, rank):
@@ -140,6 +175,7 @@ def plain_steps(spec, job, batches):
     """``Found`` of one process in plain PyTorch: nothing of ours but the model and its first weights."""
     model = Transformer(spec).to(torch.float64 if job.precision == "fp64" else torch.float32)
     initialise(model, job.seed, torch.device("cpu"))
+    apply_balance(model, job.router_aux_weight, job.global_batch)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": job.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
@@ -156,6 +192,8 @@ def plain_steps(spec, job, batches):
         logits = model(tokens)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=MASKED)
         loss.backward()
+        if spec.moe is not None:
+            update_router_bias(model, expert_load(model).counts, job.router_bias_rate)
         if index == 0:
             gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
         norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))

@@ -24,6 +24,9 @@ from shardwright.run.launch import run_ranks
 LOSS, NORM, GRADIENT, PARAMETER = 1e-9, 1e-8, 1e-9, 1e-8
 """Largest differences in fp64, relative to the largest entry."""
 
+AUX = 1.0
+"""Weight of the balancing loss of experts, large enough for its gradient to show."""
+
 RANK_TIMEOUT_S = 120
 
 
@@ -84,7 +87,8 @@ def row(
 def plan_of(row: Row, precision: str = "fp64"):
     """Model, job and batches of a row."""
     spec, layout = MODELS[row.model], row.layout
-    job = job_of(layout.dp * layout.micro_batch * layout.microbatches, precision, row.optimizer)
+    balance = {"router_aux_weight": AUX, "router_bias_rate": 1e-3} if spec.moe is not None else {}
+    job = job_of(layout.dp * layout.micro_batch * layout.microbatches, precision, row.optimizer, **balance)
     return spec, job, RaggedBatches(spec.vocab, job.seq, row.empty)
 
 
@@ -200,9 +204,24 @@ PP_ROWS = [
     row("deep_tied", pp=4, **ONE_BY_ONE, tp=2, sp=True),
     row("deep", pp=2, **ZBV, tp=2, sp=True, **ONE),
     row("deep", pp=2, **DUAL, tp=2, sp=True, **ONE, recompute="full"),
-    row(
-        "deep", pp=2, **ONE_BY_ONE, order=("dp_replicate", "dp_shard", "pp", "cp", "tp"), **ONE, tp=2, sp=True
-    ),
+    row("deep", pp=2, **ONE_BY_ONE, order=MESH_ORDERS[2], **ONE, tp=2, sp=True),
 ]
 
-ROWS = [*DATA_ROWS, *TP_ROWS, *PP_ROWS]
+EXPERT_ROWS = [
+    row("experts", **SHARD),
+    row("shared_experts", dp_replicate=2),
+    *(row(name, ep=2, **SHARD) for name in ("experts", "shared_experts")),
+    row("experts", ep=4, dp_shard=4),
+    row("experts", ep=2, dp_shard=4, zero_stage=2),
+    row("experts", ep=2, **HSDP, recompute="full"),
+    row("idle_experts", ep=4, dp_shard=4),  # experts without tokens
+    *(row(name, ep=2, tp=2, sp=True) for name in ("experts", "shared_experts")),
+    *(row("shared_experts", etp=2, tp=2, sp=sp) for sp in (False, True)),
+    row("experts", ep=4, tp=2, sp=True, **SHARD),
+    row("shared_experts", ep=2, etp=2, tp=2, sp=True, **SHARD),
+    *(row("deep_experts", pp=2, **schedule, ep=2, **ONE) for schedule in (ONE_BY_ONE, ZBV, DUAL)),
+    row("deep_experts", pp=2, **ZBV, ep=2, tp=2, sp=True),
+    row("deep_experts", pp=2, **ONE_BY_ONE, ep=2, tp=2, sp=True, recompute="full", **ONE),
+]
+
+ROWS = [*DATA_ROWS, *TP_ROWS, *PP_ROWS, *EXPERT_ROWS]

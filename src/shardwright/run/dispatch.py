@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.run.kernels import _slices
+from shardwright.run.kernels import row_slices
 from shardwright.run.router import Routed
 from shardwright.run.routing import Routing, Splits
 
@@ -23,7 +23,7 @@ def _sum_copies(copy_CH: Tensor, order_C: Tensor, top_k: int) -> Tensor:
     place_C = torch.empty_like(order_C)
     place_C[order_C] = torch.arange(len(order_C), device=order_C.device)
     out_NH = copy_CH.new_empty((len(order_C) // top_k, copy_CH.shape[1]))
-    for rows in _slices(len(out_NH), top_k * copy_CH.shape[1] * copy_CH.element_size()):
+    for rows in row_slices(len(out_NH), top_k * copy_CH.shape[1] * copy_CH.element_size()):
         places = place_C[rows.start * top_k : rows.stop * top_k]
         out_NH[rows] = copy_CH[places].unflatten(0, (-1, top_k)).sum(1)
     return out_NH

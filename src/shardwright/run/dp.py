@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from shardwright.errors import LayoutError
 from shardwright.plan.params import EMBEDDING, HEAD
+from shardwright.run.ep import expert_placement
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Stages, Transformer
 
@@ -35,10 +36,11 @@ def apply_dp(model: Transformer, mesh: RankMesh, *, zero_stage: int, precision: 
         reduce_dtype=torch.float32 if precision == "bf16" else None,
         cast_forward_inputs=False,
     )
+    placement = None if mesh.experts is None else expert_placement(model, mesh.experts.data)
     for kind, modules in model.units():
         reshard = zero_stage == 3 and kind != HEAD  # the head's backward follows its forward at once
         fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh.fsdp, mp_policy=policy,
-                    reshard_after_forward=reshard)  # fmt: skip
+                    reshard_after_forward=reshard, shard_placement_fn=placement)  # fmt: skip
         if kind == EMBEDDING:
             modules[0].set_unshard_in_backward(False)  # its gradient needs the tokens only
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)

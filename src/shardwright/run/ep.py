@@ -1,10 +1,6 @@
-"""Expert axes: whole experts shared out over ep, or each expert's matrices split over tp (etp) besides.
-
-Private parts of torch's DeviceMesh are used as run/mesh.py uses them.
-"""
+"""Expert axes: whole experts shared out over ep, or each expert's matrices split over tp (etp) besides."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,42 +10,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardwright.axes import joined_axis
-from shardwright.run.experts import Experts, MoE, OutputGate, SharedExperts
-from shardwright.run.router import Router
-from shardwright.run.tp_region import TpRegion
-
-EXPERT_SHARD = "expert_shard"
-"""Axis of the ranks that hold the same experts and split their parameters as the ZeRO stage says."""
-
-
-class ExpertMeshes(NamedTuple):
-    """``held``: ranks that hold different parts of the experts (ep, or ep x tp). ``data``: ranks that hold
-    the same part, expert_shard, or dp_replicate x expert_shard."""
-
-    ep: DeviceMesh
-    held: DeviceMesh
-    data: DeviceMesh
-
-
-def expert_meshes(root: DeviceMesh, ep: int, etp: int) -> ExpertMeshes:
-    """Cut the expert axes out of the ranks of dp_shard x cp x tp of ``root``, ep innermost.
-
-    Experts split over tp (``etp`` = tp) leave tp as it is: ep is cut out of dp_shard x cp.
-    """
-    names = root.mesh_dim_names or ()
-    cut = tuple(name for name in ("dp_shard", "cp", "tp") if name in names and (name != "tp" or etp == 1))
-    wide = tuple(name for name in cut if root[name].size() > 1) or cut[:1]
-    flat = root[wide]._flatten(joined_axis(wide)) if len(wide) > 1 else root[wide[0]]
-    split = flat._unflatten(0, (flat.size() // ep, ep), (EXPERT_SHARD, "ep"))
-    data = split[EXPERT_SHARD]
-    if "dp_replicate" in names and root["dp_replicate"].size() > 1:
-        data = DeviceMesh._concatenate([root["dp_replicate"], data])
-    held = split["ep"] if etp == 1 else DeviceMesh._concatenate([split["ep"], root["tp"]])
-    return ExpertMeshes(split["ep"], held, data)
+from shardwright.run.experts import Experts
+from shardwright.run.mesh import ExpertMeshes
 
 
 def expert_placement(
@@ -66,32 +31,16 @@ def expert_placement(
     return lambda parameter: result if parameter in experts else None
 
 
-def apply_ep(
-    model: nn.Module, meshes: ExpertMeshes, *, tp: DeviceMesh | None = None, sp: bool = False
-) -> None:
-    """Share the routed experts out over ``meshes``, in place; with ``tp`` split the rest of each MoE over it.
+def apply_ep(model: nn.Module, meshes: ExpertMeshes) -> None:
+    """Share the routed experts out over ``meshes``, in place.
 
     Per block and microbatch: an all-to-all of counts, one of the tokens' vectors, one of their weights, and
     one of vectors back; in the backward pass one of vectors each way and one of weights. plan/traffic.py
-    predicts those of vectors. Where experts are split over tp too (``meshes.held`` has two axes), a MoE
-    gathers tp's tokens first and adds up its ranks' parts at the end; else its shared experts alone do. Call
-    before FSDP wraps the blocks; the parameters become DTensors, whole or split.
+    predicts those of vectors. Where experts are split over tp too ``meshes.held`` has two axes. Call before
+    FSDP wraps the blocks; the parameters become DTensors.
     """
-    tensor_split = meshes.held.ndim == 2
-    for moe in [module for module in model.modules() if isinstance(module, MoE)]:
-        _share_out(moe.experts, meshes, tensor_split)
-        if tp is None or tp.size() == 1:
-            continue
-        region = TpRegion(tp, sp)
-        if tensor_split:
-            moe.region, moe.gate.repeats = region, tp.size()
-        for module in moe.modules():
-            if isinstance(module, SharedExperts):
-                module.region = None if tensor_split else region
-                for part, dim in ((module.gate_proj, 0), (module.up_proj, 0), (module.down_proj, 1)):
-                    part.weight = _split(part.weight, tp, [Shard(dim)])
-            elif isinstance(module, Router | OutputGate):
-                module.weight = _split(module.weight, tp, [Replicate()])
+    for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+        _share_out(experts, meshes, meshes.held.ndim == 2)
 
 
 def _share_out(experts: Experts, meshes: ExpertMeshes, tensor_split: bool) -> None:

@@ -6,7 +6,6 @@ B batch, S sequence, H hidden, N tokens (B*S), E experts, F ffn of one.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.errors import ModelError
 from shardwright.model import ModelSpec
@@ -14,9 +13,10 @@ from shardwright.plan.names import naming
 from shardwright.run.dispatch import combine, dispatch, plan_paths, to_experts
 from shardwright.run.grouped import grouped_product, weighted_swiglu
 from shardwright.run.kernels import swiglu
-from shardwright.run.router import Routed, Router, split_weight
+from shardwright.run.linear import Join, Linear, local, same
+from shardwright.run.meeting import Meeting
+from shardwright.run.router import Routed, Router
 from shardwright.run.routing import Routing
-from shardwright.run.tp_region import TpRegion
 
 
 class Experts(nn.Module):
@@ -36,33 +36,27 @@ class Experts(nn.Module):
 
     def forward(self, x_NH: Tensor, routed: Routed, routing: Routing) -> Tensor:
         paths = plan_paths(routed, self.top_k, routing, self.group)
-        both = grouped_product(dispatch(x_NH, paths), _local(self.gate_up_proj), paths.counts)
+        both = grouped_product(dispatch(x_NH, paths), local(self.gate_up_proj), paths.counts)
         made = weighted_swiglu(both, to_experts(routed.weights, paths))
         del both  # the activation keeps it where there is a backward pass
-        return combine(grouped_product(made, _local(self.down_proj), paths.counts), paths)
+        return combine(grouped_product(made, local(self.down_proj), paths.counts), paths)
 
 
 class SharedExperts(nn.Module):
-    """One SwiGLU network for all tokens, as wide as all shared experts together.
-
-    ``region``: its matrices are split over tp, and it gathers the tokens itself.
-    """
+    """One SwiGLU network for all tokens, as wide as all shared experts together."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.moe is not None, "a model with experts"
         width = spec.moe.shared_ffn
-        self.gate_proj = nn.Linear(spec.hidden, width, bias=False)
-        self.up_proj = nn.Linear(spec.hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, spec.hidden, bias=False)
-        self.region: TpRegion | None = None
+        self.gate_proj = Linear(spec.hidden, width, bias=False)
+        self.up_proj = Linear(spec.hidden, width, bias=False)
+        self.down_proj = Linear(width, spec.hidden, bias=False)
+        self.enter: Join = same
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        if self.region is not None:
-            x_BSH = self.region.enter(x_BSH)
-        product = swiglu(_linear(x_BSH, self.gate_proj), _linear(x_BSH, self.up_proj))
-        out_BSH = _linear(product, self.down_proj)
-        return out_BSH if self.region is None else self.region.leave(out_BSH)
+        x_BSH = self.enter(x_BSH)
+        return self.down_proj(swiglu(self.gate_proj(x_BSH), self.up_proj(x_BSH)))
 
 
 class OutputGate(nn.Module):
@@ -73,14 +67,14 @@ class OutputGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, spec.hidden))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return torch.sigmoid(nn.functional.linear(x_BSH, split_weight(self.weight)))
+        return torch.sigmoid(nn.functional.linear(x_BSH, local(self.weight)))
 
 
 class MoE(nn.Module):
     """The feed-forward part of a layer with experts, modules named as Hugging Face names them.
 
-    No token is dropped. Reads and makes this rank's tokens, B x S x H. ``region``: every expert's matrices
-    are split over tp, so that all of tp's tokens are gathered first.
+    No token is dropped. Reads and makes this rank's tokens, B x S x H. ``enter`` and ``join`` are where
+    ranks of tp meet if every expert is split over them: all their tokens are gathered first.
 
     Raises: ModelError: the experts are no SwiGLU networks, or are biased.
     """
@@ -95,7 +89,8 @@ class MoE(nn.Module):
                 f"and biases={bool(biased)} are not built: train one whose experts are SwiGLU networks "
                 "without biases"
             )
-        self.region: TpRegion | None = None
+        self.enter: Join = same
+        self.join: Join = same
         self.shared = naming(spec).shared if spec.moe.shared_ffn else ""
         self.gated = spec.moe.shared_gate
         builders = {
@@ -109,24 +104,24 @@ class MoE(nn.Module):
                 self.add_module(*builders[part]())
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        if self.region is not None:
-            x_BSH = self.region.enter(x_BSH)
+        x_BSH = self.enter(x_BSH)
         shared_BSH = self._shared(x_BSH) if self.shared else None
         routed_NH = self.experts(x_BSH.flatten(0, 1), self.gate(x_BSH), self.gate.routing)
         out_BSH = routed_NH.view(x_BSH.shape)
         if shared_BSH is not None:
             out_BSH = shared_BSH + out_BSH
-        return out_BSH if self.region is None else self.region.leave(out_BSH)
+        return self.join(out_BSH)
+
+    def meet(self, meeting: Meeting, *, split_experts: bool) -> None:
+        """Have ranks of tp meet: around everything if experts are split over them, which then route the same
+        tokens, else around the shared experts alone."""
+        if split_experts:
+            self.enter, self.join = meeting.enter, meeting.join
+            self.gate.repeats = meeting.ranks
+        elif self.shared:
+            shared = self.get_submodule(self.shared)
+            shared.enter, shared.down_proj.join = meeting.enter, meeting.join
 
     def _shared(self, x_BSH: Tensor) -> Tensor:
         out_BSH = self.get_submodule(self.shared)(x_BSH)
         return self.get_submodule(f"{self.shared}_gate")(x_BSH) * out_BSH if self.gated else out_BSH
-
-
-def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    assert layer.bias is None, "a layer without bias"
-    return nn.functional.linear(x, _local(layer.weight))
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.run.kernels import _slices
+from shardwright.run.kernels import row_slices
 
 GROUPED_CAPABILITY = (8, 0)
 """CUDA devices from which torch has one kernel for all groups."""
@@ -146,7 +146,7 @@ def grouped_product(x_CI: Tensor, weight_GOI: Tensor, counts: list[int]) -> Tens
 def _weighted_swiglu(both_C2F: Tensor, weight_C: Tensor) -> Tensor:
     width = both_C2F.shape[1] // 2
     out_CF = both_C2F.new_empty((both_C2F.shape[0], width))
-    for rows in _slices(both_C2F.shape[0], 3 * width * weight_C.element_size()):
+    for rows in row_slices(both_C2F.shape[0], 3 * width * weight_C.element_size()):
         gate, up = both_C2F[rows].to(weight_C.dtype).chunk(2, dim=1)
         out_CF[rows] = (torch.nn.functional.silu(gate) * up * weight_C[rows, None]).to(out_CF.dtype)
     return out_CF
@@ -161,7 +161,7 @@ def _(both_C2F, weight_C):
 def _weighted_swiglu_backward(grad_CF: Tensor, both_C2F: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
     width = grad_CF.shape[1]
     dboth_C2F, dweight_C = torch.empty_like(both_C2F), torch.empty_like(weight_C)
-    for rows in _slices(grad_CF.shape[0], 6 * width * weight_C.element_size()):
+    for rows in row_slices(grad_CF.shape[0], 6 * width * weight_C.element_size()):
         gate, up = both_C2F[rows].to(weight_C.dtype).chunk(2, dim=1)
         grad, sigmoid = grad_CF[rows].to(weight_C.dtype), torch.sigmoid(gate)
         dweight_C[rows] = (grad * gate * sigmoid * up).sum(1)

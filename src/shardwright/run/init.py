@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.model import ModelSpec
+from shardwright.run.expert_load import initialise_bias
 from shardwright.run.model import Stages, Transformer
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
@@ -26,6 +28,7 @@ def initialise(model: Stages | Transformer, seed: int, device: torch.device) -> 
     model.to_empty(device=device)
     for stage in model.stages if isinstance(model, Stages) else [model]:
         stage.tie()
+    initialise_bias(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tied = model.spec.tied_embeddings and name == HEAD_WEIGHT  # a last stage's own copy
@@ -41,17 +44,17 @@ def fill(parameter: Tensor, name: str, spec: ModelSpec, seed: int) -> None:
         local.fill_(0.0)
     elif local.numel():
         std = spec.initializer_range
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
             std /= math.sqrt(2 * spec.layers)
         _fill_normal(local, ranges, parameter.shape, name, seed, std)
 
 
-def local_part(parameter: Tensor) -> tuple[Tensor, list[range]]:
+def local_part(parameter: Tensor) -> tuple[Tensor, list[Sequence[int]]]:
     """The part of ``parameter`` that this rank holds, and which indices of each dim of the whole it has.
 
     Where two axes of the mesh split one dim, the inner one splits first, as FSDP splits what tp has left.
     """
-    ranges = [range(size) for size in parameter.shape]
+    ranges: list[Sequence[int]] = [range(size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
         return parameter, ranges
     mesh = parameter.device_mesh
@@ -59,19 +62,29 @@ def local_part(parameter: Tensor) -> tuple[Tensor, list[range]]:
         placement = parameter.placements[axis]
         if placement.is_shard() or isinstance(placement, _StridedShard):
             whole = ranges[placement.dim]
-            chunk = -(-len(whole) // mesh.size(axis))
-            first = chunk * mesh.get_local_rank(axis)
-            ranges[placement.dim] = whole[first : first + chunk]
+            inner = [p for p in parameter.placements[axis + 1 :] if not p.is_replicate()]
+            parts = 1
+            if isinstance(placement, _StridedShard) and all(p.dim != placement.dim for p in inner):
+                parts = placement.split_factor  # stacked matrices, each split
+            ranges[placement.dim] = _part(whole, parts, mesh.size(axis), mesh.get_local_rank(axis))
     return parameter.to_local(), ranges
 
 
+def _part(whole: Sequence[int], parts: int, ranks: int, rank: int) -> Sequence[int]:
+    """What a rank has of indices that are ``parts`` stretches of equal length, each split over all ranks."""
+    length = len(whole) // parts
+    chunk = -(-length // ranks)
+    stretches = [whole[part * length : (part + 1) * length] for part in range(parts)]
+    found = [stretch[chunk * rank : chunk * (rank + 1)] for stretch in stretches]
+    return found[0] if parts == 1 else [index for stretch in found for index in stretch]
+
+
 def _fill_normal(
-    local: Tensor, ranges: list[range], shape: torch.Size, name: str, seed: int, std: float
+    local: Tensor, ranges: list[Sequence[int]], shape: torch.Size, name: str, seed: int, std: float
 ) -> None:
     width = math.prod(shape[1:])
     block_rows = max(1, BLOCK_NUMEL // width)
     own = ranges[0]
-    inner = tuple(slice(r.start, r.stop) for r in ranges[1:])
     for block in range(own.start // block_rows, -(-own.stop // block_rows)):
         start = block * block_rows
         stop = min(start + block_rows, shape[0])
@@ -80,5 +93,8 @@ def _fill_normal(
         values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32)
         values.normal_(0.0, std, generator=generator)
         low, high = max(start, own.start), min(stop, own.stop)
-        part = values[(slice(low - start, high - start), *inner)]
+        part = values[low - start : high - start]
+        for dim, indices in enumerate(ranges[1:], start=1):
+            if len(indices) < shape[dim]:
+                part = part.index_select(dim, torch.tensor(indices))
         local[low - own.start : high - own.start].copy_(part)

@@ -13,13 +13,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwright.axes import DATA_AXES, joined_axis
 from shardwright.layout import Layout
 
+EXPERT_SHARD = "expert_shard"
+"""Axis of the ranks that hold the same experts and split their parameters as the ZeRO stage says."""
+
+
+class ExpertMeshes(NamedTuple):
+    """``held``: ranks that hold different parts of the experts (ep, or ep x tp). ``data``: ranks that hold
+    the same part, expert_shard, or dp_replicate x expert_shard."""
+
+    ep: DeviceMesh
+    held: DeviceMesh
+    data: DeviceMesh
+
 
 class RankMesh(NamedTuple):
     """The mesh of all ranks, and axes of it joined into one.
 
     ``data``: ranks with different sequences. ``shard``: dp_shard with cp, over which parameters are split.
     ``fsdp``: what ``fully_shard`` is given, ``shard`` with the replicas outside where there are any.
-    ``tokens``: ranks with different tokens, ``data`` with cp.
+    ``tokens``: ranks with different tokens, ``data`` with cp. ``experts``: the expert axes, where the layout
+    shares out or splits experts.
     """
 
     root: DeviceMesh
@@ -27,6 +40,7 @@ class RankMesh(NamedTuple):
     shard: DeviceMesh
     fsdp: DeviceMesh
     tokens: DeviceMesh
+    experts: ExpertMeshes | None
 
     def __getitem__(self, axis: str) -> DeviceMesh:
         return self.root[axis]
@@ -38,7 +52,9 @@ class RankMesh(NamedTuple):
 
     def axes(self) -> tuple[DeviceMesh, ...]:
         """One mesh for every axis, and the joined ones."""
-        return (*(self.root[name] for name in self.root.mesh_dim_names), self.data, self.shard, self.tokens)
+        joined = (self.data, self.shard, self.tokens)
+        experts = () if self.experts is None else (self.experts.ep, self.experts.data[EXPERT_SHARD])
+        return (*(self.root[name] for name in self.root.mesh_dim_names), *joined, *experts)
 
 
 def build_mesh(layout: Layout, device_type: str) -> RankMesh:
@@ -64,7 +80,25 @@ def build_mesh(layout: Layout, device_type: str) -> RankMesh:
         shard=shard,
         fsdp=DeviceMesh._concatenate([root["dp_replicate"], shard]) if replicated else shard,
         tokens=join(*DATA_AXES, "cp"),
+        experts=expert_meshes(root, layout.ep, layout.etp) if max(layout.ep, layout.etp) > 1 else None,
     )
+
+
+def expert_meshes(root: DeviceMesh, ep: int, etp: int) -> ExpertMeshes:
+    """Cut the expert axes out of the ranks of dp_shard x cp x tp of ``root``, ep innermost.
+
+    Experts split over tp (``etp`` = tp) leave tp as it is: ep is cut out of dp_shard x cp.
+    """
+    names = root.mesh_dim_names or ()
+    cut = tuple(name for name in ("dp_shard", "cp", "tp") if name in names and (name != "tp" or etp == 1))
+    wide = tuple(name for name in cut if root[name].size() > 1) or cut[:1]
+    flat = root[wide]._flatten(joined_axis(wide)) if len(wide) > 1 else root[wide[0]]
+    split = flat._unflatten(0, (flat.size() // ep, ep), (EXPERT_SHARD, "ep"))
+    data = split[EXPERT_SHARD]
+    if "dp_replicate" in names and root["dp_replicate"].size() > 1:
+        data = DeviceMesh._concatenate([root["dp_replicate"], data])
+    held = split["ep"] if etp == 1 else DeviceMesh._concatenate([split["ep"], root["tp"]])
+    return ExpertMeshes(split["ep"], held, data)
 
 
 def init_process_group(

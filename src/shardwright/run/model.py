@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.model import Llama3Rope, ModelSpec
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
+from shardwright.run.experts import MoE
 from shardwright.run.kernels import causal_attention, rms_norm, rotate, swiglu, wide
 from shardwright.run.linear import Join, Linear, local, same
 from shardwright.run.loss import cross_entropy
@@ -103,10 +104,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer. ``recompute`` wraps the body where run/recompute.py has set it."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
         super().__init__()
         self.self_attn = Attention(spec)
-        self.mlp = MLP(spec)
+        self.mlp = MoE(spec) if spec.moe is not None and spec.moe.covers(layer) else MLP(spec)
         self.input_layernorm = RMSNorm(spec.hidden, spec.norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_eps)
         self.recompute: Callable[..., Tensor] | None = None
@@ -179,7 +180,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, part: Part) -> None:
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab, spec.hidden) if part.first else None
-        self.layers = nn.ModuleDict({str(layer): Block(spec) for layer in part.layers})
+        self.layers = nn.ModuleDict({str(layer): Block(spec, layer) for layer in part.layers})
         self.norm = RMSNorm(spec.hidden, spec.norm_eps) if part.last else None
 
 

@@ -90,14 +90,11 @@ class Pipeline:
         """Leave the step's gradients on the parameters; this rank's sum of the loss, 0 without the last
         stage. fp64."""
         losses = self._run(self.schedule.step, microbatches, global_tokens)
-        return (
-            torch.stack([loss.detach().double().sum() for loss in losses]).sum() if losses else self._zero()
-        )
+        return self._total([loss.detach() for loss in losses])
 
     def loss(self, microbatches: Sequence[Microbatch], global_tokens: float) -> Tensor:
         """The same without gradients."""
-        losses = self._run(self.schedule.eval, microbatches, global_tokens)
-        return self._total(losses)
+        return self._total(self._run(self.schedule.eval, microbatches, global_tokens))
 
     def _run(
         self, run: Callable[..., None], microbatches: Sequence[Microbatch], global_tokens: float

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial
 
 from shardwright.model import ModelSpec, Moe
 from shardwright.run.balance import TINY, Balance, Tally
-from shardwright.run.kernels import _slices, wide
+from shardwright.run.kernels import row_slices, wide
+from shardwright.run.linear import local
 from shardwright.run.routing import Routing
 
 
@@ -23,7 +23,7 @@ def _router_scores(x_NH: Tensor, weight_EH: Tensor, sigmoid: bool) -> Tensor:
     dtype = wide(x_NH.dtype)
     score_NE = x_NH.new_empty((x_NH.shape[0], weight_EH.shape[0]), dtype=dtype)
     weight_HE = weight_EH.to(dtype).t()
-    for rows in _slices(x_NH.shape[0], x_NH.shape[1] * dtype.itemsize):
+    for rows in row_slices(x_NH.shape[0], x_NH.shape[1] * dtype.itemsize):
         logits = x_NH[rows].to(dtype) @ weight_HE
         score_NE[rows] = logits.sigmoid() if sigmoid else logits.softmax(-1)
     return score_NE
@@ -41,7 +41,7 @@ def _router_scores_backward(
     dtype = score_NE.dtype
     dx_NH, dweight_EH = torch.empty_like(x_NH), torch.zeros_like(weight_EH, dtype=dtype)
     wide_EH = weight_EH.to(dtype)
-    for rows in _slices(x_NH.shape[0], (x_NH.shape[1] + 2 * score_NE.shape[1]) * dtype.itemsize):
+    for rows in row_slices(x_NH.shape[0], (x_NH.shape[1] + 2 * score_NE.shape[1]) * dtype.itemsize):
         score, grad = score_NE[rows], grad_NE[rows] * score_NE[rows]
         dlogit = grad * (1 - score) if sigmoid else grad - score * grad.sum(-1, keepdim=True)
         dx_NH[rows] = (dlogit @ wide_EH).to(dx_NH.dtype)
@@ -143,7 +143,7 @@ class Router(nn.Module):
     def forward(self, x_BSH: Tensor) -> Routed:
         sigmoid = self.moe.score == "sigmoid"
         balances = self.balance_weight > 0 and torch.is_grad_enabled()
-        score_NE = RouterScores.apply(x_BSH.flatten(0, 1), split_weight(self.weight), sigmoid)
+        score_NE = RouterScores.apply(x_BSH.flatten(0, 1), local(self.weight), sigmoid)
         with torch.no_grad():
             index_NK = self.routing.experts(score_NE, self.bias, self.moe)
             order_C = index_NK.flatten().argsort(stable=True)
@@ -160,15 +160,6 @@ class Router(nn.Module):
             tokens *= group.size()
         scale = self.balance_weight * self.moe.experts / (self.moe.top_k * tokens**2)
         return count_BE.to(wide(self.weight.dtype)) * scale
-
-
-def split_weight(weight: Tensor) -> Tensor:
-    """What this rank computes with. Where the parameter is whole on ranks with different tokens, or with
-    different parts of the work, each has a part of its gradient."""
-    if not isinstance(weight, DTensor):
-        return weight
-    parts = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
-    return weight.to_local(grad_placements=parts)
 
 
 def _counts(index_BC: Tensor, experts: int) -> Tensor:

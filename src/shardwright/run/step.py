@@ -1,7 +1,9 @@
 """One optimizer step: the program that training executes and the dry run replays."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
+from shardwright.run.ep import apply_ep
+from shardwright.run.expert_load import apply_balance, expert_load, routers, update_router_bias
 from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Microbatch, Stages, build_model
@@ -26,6 +30,15 @@ from shardwright.run.recompute import apply_recompute
 from shardwright.run.tp import apply_tp, sum_shares
 
 
+class ExpertUse(NamedTuple):
+    """How evenly experts were used in the worst layer: copies of the fullest and the emptiest expert over the
+    mean; and the balancing loss of all layers."""
+
+    fullest: float
+    emptiest: float
+    balance_loss: float
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step found: the global loss, the norm of the gradients before clipping, unmasked tokens."""
@@ -33,6 +46,7 @@ class StepResult:
     loss: float
     gradient_norm: float
     tokens: int
+    experts: ExpertUse | None = None
 
 
 def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) -> Stages:
@@ -41,11 +55,20 @@ def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) ->
     for _, part in stage_parts(layout, spec, mesh["pp"].get_local_rank()):
         stage = build_model(spec, parameter_dtype(job.precision), part)
         stage.positions = torch.arange(job.seq, device=mesh.device_type)
-        apply_tp(stage, mesh["tp"], sequence_parallel=layout.sp)
+        apply_tp(stage, mesh["tp"], sequence_parallel=layout.sp, split_experts=layout.etp > 1)
+        if mesh.experts is not None:
+            apply_ep(stage, mesh.experts)
+        apply_balance(stage, job.router_aux_weight, job.global_batch, sequence_groups(layout, mesh))
         apply_recompute(stage, layout.recompute, layout.kept)
         apply_dp(stage, mesh, zero_stage=layout.zero_stage, precision=job.precision)
         stages.append(stage)
     return Stages(stages)
+
+
+def sequence_groups(layout: Layout, mesh: RankMesh) -> list[dist.ProcessGroup]:
+    """Groups of ranks that route the tokens of one sequence between them."""
+    spread = {"cp": layout.cp > 1, "tp": layout.tp > 1 and layout.etp == 1}
+    return [mesh[axis].get_group() for axis, present in spread.items() if present]
 
 
 class Stepper:
@@ -67,6 +90,8 @@ class Stepper:
         self.optimizer = build_optimizer(model, job)
         device = torch.device(mesh.device_type)
         self.pipeline = Pipeline(model, job, layout, mesh["pp"], device) if layout.pp > 1 else None
+        spread = sequence_groups(layout, mesh)[1:] if layout.cp > 1 else sequence_groups(layout, mesh)
+        self.count_groups = [*spread, *([mesh.tokens.get_group()] if mesh.tokens.size() > 1 else [])]
         _, head_copy = tied_copies(model)
         self.uncounted = () if head_copy is None else (head_copy,)
         self.token_group = mesh.tokens.get_group() if mesh.tokens.size() > 1 else None
@@ -79,7 +104,7 @@ class Stepper:
         set_learning_rate(self.optimizer, learning_rate(self.job, index))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, norm, tokens)
+        return StepResult(loss, norm, tokens, self._balance())
 
     def backward(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """Leave the step's gradients on the parameters; returns the global loss and token count."""
@@ -120,6 +145,22 @@ class Stepper:
             loss = torch.stack([self.model(*microbatch, 1.0).double() for microbatch in own]).sum()
         tokens = torch.stack([(microbatch.targets != MASKED).sum() for microbatch in own]).sum()
         return torch.stack([loss, tokens.double()])
+
+    def _balance(self) -> ExpertUse | None:
+        """Move the routers' biases by what the step has counted; None without experts."""
+        if self.model.spec.moe is None:
+            return None
+        worst = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64, device=self.mesh.device_type)
+        if routers(self.model):
+            load = expert_load(self.model, self.count_groups)
+            update_router_bias(self.model, load.counts, self.job.router_bias_rate)
+            worst = torch.stack([load.fullest, -load.emptiest, load.loss])
+        if self.mesh["pp"].size() > 1:
+            group = self.mesh["pp"].get_group()
+            dist.all_reduce(worst[:2], op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(worst[2:], group=group)
+        fullest, emptiest, balance = (self.read(value) for value in worst)
+        return ExpertUse(fullest, -emptiest, balance)
 
     def own_part(self, microbatch: Microbatch) -> Microbatch:
         """The tokens of a microbatch's sequences that this rank of cp has."""

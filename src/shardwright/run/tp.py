@@ -4,19 +4,11 @@ Which dim of which tensor is split is read off the parameter table (plan/params.
 its outputs and the next one split by its inputs a rank has its own heads or columns; ranks meet before the
 first (``enter``) and behind the second (``join``). With sequence parallelism the stream between is split by
 sequence: ranks gather it on entering and scatter the sum on joining, and norms work on a part of the tokens.
-
-Collectives are functional ones, so that ``torch.compile`` can fuse them with the products beside them (async
-tensor parallel). plan/traffic.py predicts each.
-
-B batch, S sequence, E hidden.
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -24,123 +16,27 @@ from shardwright.model import ModelSpec
 from shardwright.plan.params import parameter_table
 from shardwright.run.init import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from shardwright.run.linear import Linear, local, same
-from shardwright.run.model import Shares, Transformer
+from shardwright.run.meeting import Meeting
+from shardwright.run.model import MLP, Shares, Transformer
 from shardwright.run.vocabulary_loss import VocabularyLoss
 
-SEQUENCE = 1
-"""Dim of the sequence in activations."""
 
-
-class Meeting(NamedTuple):
-    """The ranks of tp, and whether the stream between the parts of a block is split by sequence over them."""
-
-    group: str  # name of the process group
-    ranks: int
-    sequence_parallel: bool
-
-    def enter(self, x: Tensor) -> Tensor:
-        """The whole stream, as every rank's matrices read it; gradients of all ranks are summed."""
-        return (Gather if self.sequence_parallel else Copy).apply(x, self)
-
-    def join(self, x: Tensor) -> Tensor:
-        """The sum of what the ranks made, or this rank's part of it."""
-        return (Scatter if self.sequence_parallel else Sum).apply(x, self)
-
-
-def summed(x: Tensor, meeting: Meeting) -> Tensor:
-    """Sum over the ranks."""
-    out = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", meeting.group)
-    return torch.ops._c10d_functional.wait_tensor(out)
-
-
-def gathered(x_BSE: Tensor, meeting: Meeting) -> Tensor:
-    """The parts of all ranks, joined along the sequence."""
-    parts = torch.ops._c10d_functional.all_gather_into_tensor(
-        x_BSE.contiguous(), meeting.ranks, meeting.group
-    )
-    parts = torch.ops._c10d_functional.wait_tensor(parts)
-    if x_BSE.shape[0] == 1:
-        return parts.view(1, -1, *x_BSE.shape[2:])
-    return torch.cat(parts.chunk(meeting.ranks), SEQUENCE)
-
-
-def scattered(x_BSE: Tensor, meeting: Meeting) -> Tensor:
-    """This rank's part of the sequence, summed over all ranks."""
-    if x_BSE.shape[0] == 1:
-        parts = x_BSE.contiguous().view(meeting.ranks, -1, *x_BSE.shape[2:])
-    else:
-        parts = torch.cat(x_BSE.chunk(meeting.ranks, SEQUENCE))
-    own = torch.ops._c10d_functional.reduce_scatter_tensor(parts, "sum", meeting.ranks, meeting.group)
-    return torch.ops._c10d_functional.wait_tensor(own)
-
-
-class Copy(torch.autograd.Function):
-    """The stream as it is; its gradient is summed."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
-        ctx.meeting = meeting
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return summed(grad, ctx.meeting), None
-
-
-class Sum(torch.autograd.Function):
-    """The sum over the ranks; its gradient is the same on all."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
-        return summed(x, meeting)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return grad, None
-
-
-class Gather(torch.autograd.Function):
-    """Parts of the sequence to the whole; gradients are summed and scattered."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
-        ctx.meeting = meeting
-        return gathered(x, meeting)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return scattered(grad, ctx.meeting), None
-
-
-class Scatter(torch.autograd.Function):
-    """Sum over the ranks, a part of the sequence each; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, meeting: Meeting) -> Tensor:
-        ctx.meeting = meeting
-        return scattered(x, meeting)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return gathered(grad, ctx.meeting), None
-
-
-def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, split_experts: bool) -> None:
     """Split the model's parameters over ``mesh`` and have its modules meet, in place. Call before FSDP.
 
     ``model`` is on the meta device. Tensors without a dim to split stay whole on every rank; ``model.shares``
-    says whose gradients ``sum_shares`` has to add up.
+    says whose gradients ``sum_shares`` has to add up. Routed experts are left to run/ep.py; ``split_experts``
+    says that it splits them over tp, so that they need the tokens of all its ranks.
     """
     if mesh.size() == 1:
         return
     meeting = Meeting(mesh.get_group().group_name, mesh.size(), sequence_parallel)
     for layer in model.model.layers.values():
-        for module, last in ((layer.self_attn, layer.self_attn.o_proj), (layer.mlp, layer.mlp.down_proj)):
-            module.enter, last.join = meeting.enter, meeting.join
+        layer.self_attn.enter, layer.self_attn.o_proj.join = meeting.enter, meeting.join
+        if isinstance(layer.mlp, MLP):
+            layer.mlp.enter, layer.mlp.down_proj.join = meeting.enter, meeting.join
+        else:
+            layer.mlp.meet(meeting, split_experts=split_experts)
     if model.model.embed_tokens is not None:
         model.model.embed_tokens.first_row = first_row(model.spec.vocab, mesh)
         model.model.embed_tokens.join = meeting.join
@@ -175,13 +71,16 @@ def _split_parameters(model: Transformer, mesh: DeviceMesh, sequence_parallel: b
     share of its gradient on each; a bias added behind ``join`` and the norms of the stream do so only where
     the stream is split by sequence.
     """
-    splits = {tensor.name: tensor.splits.get("tp") for tensor in parameter_table(model.spec).tensors()}
+    tensors = {tensor.name: tensor for tensor in parameter_table(model.spec).tensors()}
+    splits = {name: tensor.splits.get("tp") for name, tensor in tensors.items() if "ep" not in tensor.splits}
     splits.setdefault(HEAD_WEIGHT, splits[EMBEDDING_WEIGHT])  # tied: the table names it once
     keys, copies = _key_mesh(model.spec, mesh)
     found: dict[str, list[str]] = {"all": [], "copies": []}
     for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             full = f"{path}.{name}"
+            if full not in splits:
+                continue  # a routed expert's
             dim = splits[full]
             if dim is not None:
                 few = copies is not None and path.endswith(("k_proj", "v_proj"))

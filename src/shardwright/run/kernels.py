@@ -165,9 +165,7 @@ def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return RotateFunction.apply(x_BSHD, cos_SD, sin_SD)
 
 
-def causal_attention(
-    q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, document_BS: Tensor | None = None
-) -> Tensor:
+def causal_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scale: float | None = None) -> Tensor:
     """Causal attention with grouped key/value heads; keeps q, k, v, the output and a log-sum-exp a row.
 
     The CPU flash kernel takes grouped heads as they are; through ``scaled_dot_product_attention`` they would
@@ -175,10 +173,10 @@ def causal_attention(
     """
     if q_BHSD.device.type == "cpu":
         out_BHSD, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSD, k_BHSD, v_BHSD, 0.0, True
+            q_BHSD, k_BHSD, v_BHSD, 0.0, True, scale=scale
         )
         return out_BHSD
     grouped = q_BHSD.shape[1] != k_BHSD.shape[1]
     return torch.nn.functional.scaled_dot_product_attention(
-        q_BHSD, k_BHSD, v_BHSD, is_causal=True, enable_gqa=grouped
+        q_BHSD, k_BHSD, v_BHSD, is_causal=True, scale=scale, enable_gqa=grouped
     )

@@ -88,6 +88,13 @@ def test_ulysses_keeps_the_attention_output_before_and_after_the_heads_return():
     assert saved == saved_of("multi_head") | {"traded": 2 * 4 * 8}
 
 
+def test_ulysses_keeps_repeated_keys_and_values():
+    """Fewer heads of them than ranks: each rank has one, of all tokens."""
+    heads = SPECS["grouped"].kv_heads
+    enough, repeated = (saved_of("grouped", cp=cp, cp_kind="ulysses") for cp in (heads, 2 * heads))
+    assert repeated == enough | {"repeated": enough["k"] + enough["v"]}
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE_KINDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_more_tp_never_keeps_or_uses_more(name, recompute):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwright.axes import joined_axis
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout
-from shardwright.model import ModelSpec, preset
+from shardwright.model import Mla, ModelSpec, preset
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.table import table_of
@@ -397,6 +397,25 @@ def test_ulysses_sends_less_than_tp_by_its_degree():
         traded = payloads(model, cp=degree, cp_kind="ulysses")["cp", "all_to_all"][0] / 4
         reduced = 8 * X
         assert traded == 2 * 4 * X / degree == reduced / degree
+
+
+def test_ulysses_repeats_heads_of_keys_and_values_fewer_than_its_ranks():
+    """8 ranks trade 8 heads each of queries, keys, values and output, whether the model has 8, 4 or 1."""
+    models = [FOUR.model_copy(update={"kv_heads": heads}) for heads in (8, 4, 1)]
+    eight, *fewer = (payloads(model, cp=8, cp_kind="ulysses")["cp", "all_to_all"] for model in models)
+    assert fewer == [eight, eight]
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_gather", "ulysses"])
+def test_narrow_values_of_latent_attention_send_less(kind):
+    mla = Mla(q_rank=0, kv_rank=8, nope_size=16, rope_size=8, value_size=16)
+    latent = FOUR.model_copy(update={"kv_heads": 8, "head_size": 24, "mla": mla})
+    plain = FOUR.model_copy(update={"kv_heads": 8, "head_size": 24})
+    narrow, wide = (payloads(model, cp=4, cp_kind=kind) for model in (latent, plain))
+    assert narrow.keys() == wide.keys()
+    for flow in narrow:
+        if flow[0] == "cp":
+            assert narrow[flow][0] * 48 == wide[flow][0] * 40
 
 
 def test_parameters_are_split_over_cp_too():

@@ -39,7 +39,7 @@ def block_activations(
 
 def _that_matters(split: Split, kind: Kind) -> Split:
     """The split without degrees that change nothing, so that a search plays each block once."""
-    cp = split.cp if split.cp_kind == "all_gather" else 1
+    cp = split.cp if split.cp_kind in ("all_gather", "ulysses") else 1
     return split._replace(cp=cp) if kind == "experts" else split._replace(cp=cp, ep=1, etp=1)
 
 

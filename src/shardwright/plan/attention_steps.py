@@ -73,14 +73,18 @@ def _qk_norms(rank: Rank, sizes: Mapping[str, float], after: str) -> Step:
 def _core(rank: Rank, keys_and_values: float, out: float, views: tuple[str, ...]) -> Op:
     """Attention proper. In backward the keys and values of other context ranks pass by in a ring with their
     gradients, these in the wider type, or lie gathered; Ulysses keeps the output once more, after the heads
-    have returned. ``views``: other tensors in the same storage as the values."""
+    have returned, and repeats key/value heads fewer than the ranks. ``views``: other tensors in the same
+    storage as the values."""
     e, w, kind = rank.e, rank.w, rank.split.cp_kind
-    heads, _ = _heads(rank)
+    heads, kv_heads = _heads(rank)
     passed = {"none": 0.0, "ring": e + w, "all_gather": rank.split.cp * 2 * e, "ulysses": 0.0}[kind]
     makes = {"attention": e * out, "lse": w * heads}
     kept = ["q", "k", "v", *views, "attention", "lse"]
     if kind == "ulysses":
         makes["traded"] = e * out
+        if rank.split.cp > kv_heads:
+            makes["repeated"] = e * keys_and_values * (rank.split.cp / kv_heads - 1)
+            kept.append("repeated")
         if rank.needs_input(("out",)):
             kept.append("traded")
     return Op(

@@ -17,6 +17,7 @@ from shardwright.layout import CONTEXT_KINDS
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
+from shardwright.plan.attention import head_sizes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, unit_elements
@@ -227,13 +228,17 @@ def _expert_flows(
 def keys_and_values(model: ModelSpec, precision: str, table: LayoutTable, tokens: Floats) -> Floats:
     """Keys and values of one context rank in one block [B]."""
     kv_heads = np.maximum(model.kv_heads / table.tp, 1)
-    return np.asarray(2 * ELEMENT_BYTES[precision] * kv_heads * model.head_size * tokens)
+    return np.asarray(ELEMENT_BYTES[precision] * kv_heads * sum(head_sizes(model)) * tokens)
 
 
 def traded_heads(model: ModelSpec, precision: str, table: LayoutTable, tokens: Floats) -> Floats:
-    """What Ulysses trades in one pass of a block: queries, keys, values, and the output back [B]."""
-    heads = 2 * model.heads / table.tp + 2 * np.maximum(model.kv_heads / table.tp, 1)
-    return np.asarray(ELEMENT_BYTES[precision] * heads * model.head_size * tokens)
+    """What Ulysses trades in one pass of a block: queries, keys, values, and the output back [B].
+
+    Key/value heads fewer than the ranks are repeated. The four differ in size with grouped or latent heads.
+    """
+    kv_heads = np.maximum(np.maximum(model.kv_heads / table.tp, 1), table.cp)
+    heads = model.heads / table.tp + kv_heads  # a query and a key; an output and a value
+    return np.asarray(ELEMENT_BYTES[precision] * heads * sum(head_sizes(model)) * tokens)
 
 
 def context_rounds(table: LayoutTable, precision: str) -> Rounds:

@@ -39,7 +39,7 @@ def build_attend(kind: ContextKind, group: dist.ProcessGroup | None) -> Attend:
 def apply_cp(model: torch.nn.Module, mesh: DeviceMesh, kind: ContextKind) -> None:
     """Have every attention of ``model`` (each module that holds an ``attend``) span the ranks of ``mesh``.
 
-    The model must then be given the tokens at this rank's ``positions`` alone. Per block and microbatch: ring,
+    The model must then be given the tokens at this rank's ``positions`` alone. Per block and microbatch: ring
     degree - 1 sends of keys and values forward, as many backward, and degree of their gradients; all-gather,
     one all-gather forward, one more and a reduce-scatter backward; Ulysses, four all-to-alls each way;
     plan/traffic.py predicts these. Ids of documents are gathered once a microbatch besides.

@@ -1,7 +1,7 @@
 """All-gather attention: every rank keeps its queries and gathers all keys and values.
 
-Tokens lie zig-zag (sequence.py). Beside its own keys a rank sees, with all its queries, the first half of what
-each lower rank has, and with its second half all that the higher ranks have: the same work for every rank.
+Tokens lie zig-zag (sequence.py). Beside its own keys a rank sees, with all its queries, the first half of
+what each lower rank has, and with its second half all that the higher ranks have: the same work for all.
 
 B batch, H query heads, G key/value heads, S this rank's tokens, D head size, V value head size, n ranks.
 """
@@ -61,11 +61,11 @@ class _Ranks(NamedTuple):
     rank: int
     degree: int
     tokens: int
-    documents_nBS: Tensor | None
+    documents: Tensor | None  # n x B x S
 
     def rows(self, rank: int) -> Rows:
         """Where a rank's tokens stand."""
-        document_BS = None if self.documents_nBS is None else self.documents_nBS[rank]
+        document_BS = None if self.documents is None else self.documents[rank]
         return Rows(runs(self.tokens * self.degree, self.degree, rank, "ring"), document_BS)
 
     def parts(self) -> Iterator[_Part]:
@@ -82,7 +82,7 @@ class _Ranks(NamedTuple):
 
 
 def _joined(rows: list[Rows]) -> Rows:
-    documents = [each.document_BS for each in rows if each.document_BS is not None]
+    documents = [each.document for each in rows if each.document is not None]
     together = tuple(run for each in rows for run in each.runs)
     return Rows(together, torch.cat(documents, 1) if documents else None)
 

@@ -23,7 +23,7 @@ MASK_ROWS = 1024
 
 
 class Piece(NamedTuple):
-    """Rows of the queries and of the keys that make one block; ``causal`` and ``masked`` exclude each other."""
+    """Rows of the queries and of the keys that make one block: ``causal``, ``masked`` or neither."""
 
     query: slice
     key: slice
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     """Where the rows of a tensor stand, and the documents they belong to."""
 
     runs: Runs
-    document_BS: Tensor | None
+    document: Tensor | None  # B x S
 
     def positions(self, device: torch.device) -> Tensor:
         """int64 position of every row."""
@@ -56,13 +56,13 @@ class Rows(NamedTuple):
     def half(self, which: int) -> "Rows":
         """The rows of one of two runs of equal length."""
         length = len(self.runs[which])
-        document = self.document_BS
+        document = self.document
         rows = slice(which * length, (which + 1) * length)
         return Rows((self.runs[which],), None if document is None else document[:, rows])
 
 
 def pieces(query: Runs, key: Runs, rules: Rules) -> list[Piece]:
-    """Blocks to compute, each query in one at most: none where nothing is seen, one where no mask is needed."""
+    """Blocks to compute, each query in one at most; a single one where no mask is needed."""
     seen = [_seen(queries, keys, rules.window) for queries in query for keys in key]
     whole = slice(0, _length(query)), slice(0, _length(key))
     if not any(seen):
@@ -120,8 +120,8 @@ def _allowed(piece: Piece, query: Rows, key: Rows, window: int | None, device: t
     allowed_BQK = (at_K <= at_Q1)[None]
     if window is not None:
         allowed_BQK = allowed_BQK & (at_K > at_Q1 - window)
-    if query.document_BS is not None:
-        ours, theirs = query.document_BS[:, piece.query, None], key.document_BS[:, None, piece.key]
+    if query.document is not None:
+        ours, theirs = query.document[:, piece.query, None], key.document[:, None, piece.key]
         allowed_BQK = allowed_BQK & (ours == theirs)
     return allowed_BQK
 
@@ -196,10 +196,10 @@ def whole_forward(
 class Saved(NamedTuple):
     """What the backward pass of some queries needs beside keys and values."""
 
-    grad_BHQV: Tensor
-    q_BHQD: Tensor
-    out_BHQV: Tensor
-    lse_BHQ: Tensor
+    grad: Tensor  # B x H x Q x V, of the output
+    q: Tensor  # B x H x Q x D
+    out: Tensor  # B x H x Q x V
+    lse: Tensor  # B x H x Q
 
     def rows(self, rows: slice) -> "Saved":
         """The same of some queries."""
@@ -214,12 +214,12 @@ def pieces_backward(
         part = saved.rows(piece.query)
         allowed = _allowed(piece, query, key, rules.window, k_BGKD.device)
         grads = block_backward(
-            part.grad_BHQV,
-            part.q_BHQD,
+            part.grad,
+            part.q,
             k_BGKD[:, :, piece.key],
             v_BGKV[:, :, piece.key],
-            part.out_BHQV,
-            part.lse_BHQ,
+            part.out,
+            part.lse,
             rules.scale,
             piece.causal,
             allowed,
@@ -250,6 +250,6 @@ def whole_backward(
     saved: Saved, k_BGKD: Tensor, v_BGKV: Tensor, rows: Rows, rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v after ``whole_forward``."""
-    dq_BHQD = torch.zeros_like(saved.q_BHQD, dtype=wide(saved.q_BHQD.dtype))
+    dq_BHQD = torch.zeros_like(saved.q, dtype=wide(saved.q.dtype))
     dk, dv = add_gradients(dq_BHQD, saved, k_BGKD, v_BGKV, rows, rows, rules)
-    return dq_BHQD.to(saved.q_BHQD.dtype), dk.to(k_BGKD.dtype), dv.to(v_BGKV.dtype)
+    return dq_BHQD.to(saved.q.dtype), dk.to(k_BGKD.dtype), dv.to(v_BGKV.dtype)

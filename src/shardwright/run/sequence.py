@@ -14,8 +14,8 @@ from shardwright.run.pieces import Runs
 def runs(seq: int, degree: int, rank: int, kind: ContextKind) -> Runs:
     """Ranges of positions that ``rank`` of ``degree`` holds, in the order of its tokens.
 
-    Ring and all-gather cut the sequence in 2 x degree parts and give rank i the parts i and 2 x degree - 1 - i
-    (zig-zag), so that all see equally many keys; Ulysses gives it one part in a row.
+    Ring and all-gather cut the sequence in 2 x degree parts and give rank i the parts i and 2 x degree - 1
+    - i (zig-zag), so that all see equally many keys; Ulysses gives it one part in a row.
 
     Source: Llama 3, arXiv:2407.21783, section 3.3.2.
     """

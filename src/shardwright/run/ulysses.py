@@ -28,7 +28,10 @@ def to_heads(x_BHSD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def to_tokens(x_BHTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: all tokens of some heads for this rank's tokens of all heads, laid out as B x S x H x D."""
+    """The way back: all tokens of some heads for this rank's tokens of all heads.
+
+    They lie in memory as B x S x H x D, which the output projection reads.
+    """
     degree = dist.get_world_size(group)
     leaving = x_BHTD.permute(2, 0, 1, 3).contiguous()  # T B H/n D
     arriving = torch.empty_like(leaving)

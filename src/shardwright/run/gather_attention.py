@@ -44,11 +44,13 @@ class AllGatherAttention:
 
 
 class _Part(NamedTuple):
-    """Queries of this rank and keys of some ranks: rows of the first, and of what is gathered.
+    """Queries of this rank and keys of its ``own`` or of other ranks: rows of the first, and of what is
+    gathered.
 
-    ``key`` selects along ranks, and of their two halves.
+    ``key`` selects along ranks, and of their two halves. A key is in one part at most.
     """
 
+    own: bool
     query: slice
     key: tuple[slice, slice]
     query_rows: Rows
@@ -69,16 +71,17 @@ class _Ranks(NamedTuple):
         return Rows(runs(self.tokens * self.degree, self.degree, rank, "ring"), document_BS)
 
     def parts(self) -> Iterator[_Part]:
-        """What is computed with other ranks' keys: those of lower ranks, then those of higher ones."""
-        half, own = self.tokens // 2, self.rows(self.rank)
+        """What is computed: with the rank's own keys, those of lower ranks, and those of higher ones."""
+        half, whole, own = self.tokens // 2, slice(0, self.tokens), self.rows(self.rank)
+        yield _Part(True, whole, (slice(self.rank, self.rank + 1), slice(0, 2)), own, own)
         if self.rank > 0:
             lower = [self.rows(rank).half(0) for rank in range(self.rank)]
             key = slice(0, self.rank), slice(0, 1)
-            yield _Part(slice(0, self.tokens), key, own, _joined(lower))
+            yield _Part(False, whole, key, own, _joined(lower))
         if self.rank < self.degree - 1:
             higher = [self.rows(rank) for rank in range(self.rank + 1, self.degree)]
             key = slice(self.rank + 1, self.degree), slice(0, 2)
-            yield _Part(slice(half, self.tokens), key, own.half(1), _joined(higher))
+            yield _Part(False, slice(half, self.tokens), key, own.half(1), _joined(higher))
 
 
 def _joined(rows: list[Rows]) -> Rows:
@@ -91,18 +94,18 @@ class _Gathering:
     """Keys and values of all ranks on their way, in one buffer: n x 2 x S/2 x B x G x (D + V)."""
 
     def __init__(self, k_BGSD: Tensor, v_BGSV: Tensor, group: dist.ProcessGroup) -> None:
+        self.own = k_BGSD, v_BGSV
         self.sizes = k_BGSD.shape[-1], v_BGSV.shape[-1]
         self.mine = torch.cat([k_BGSD.permute(2, 0, 1, 3), v_BGSV.permute(2, 0, 1, 3)], -1)
         whole = self.mine.new_empty((dist.get_world_size(group) * len(self.mine), *self.mine.shape[1:]))
         self.work = dist.all_gather_single(whole, self.mine, group=group, async_op=True)
         self.whole = whole.unflatten(0, (-1, 2, len(self.mine) // 2))
 
-    def wait(self) -> None:
-        """Have them arrive."""
-        self.work.wait()
-
     def of(self, part: _Part) -> tuple[Tensor, Tensor]:
-        """Keys and values of a part; those of every other half are copied together."""
+        """Keys and values of a part; this waits for other ranks' and copies those of every other half."""
+        if part.own:
+            return self.own
+        self.work.wait()
         return self.whole[part.key].flatten(0, 2).permute(1, 2, 0, 3).split(self.sizes, -1)
 
 
@@ -125,9 +128,7 @@ class AllGatherFunction(torch.autograd.Function):
     ) -> Tensor:
         ranks = _Ranks(dist.get_rank(group), dist.get_world_size(group), q_BHSD.shape[2], documents_nBS)
         gathering = _Gathering(k_BGSD, v_BGSV, group)
-        own, merged = ranks.rows(ranks.rank), Merged()
-        merged.add(q_BHSD, k_BGSD, v_BGSV, own, own, rules)
-        gathering.wait()
+        merged = Merged()
         for part in ranks.parts():
             k, v = gathering.of(part)
             q, first = q_BHSD[:, :, part.query], part.query.start
@@ -144,20 +145,13 @@ class AllGatherFunction(torch.autograd.Function):
         group = ctx.group
         ranks = _Ranks(dist.get_rank(group), dist.get_world_size(group), q_BHSD.shape[2], documents_nBS)
         gathering = _Gathering(k_BGSD, v_BGSV, group)
-        saved, own = Saved(grad_BHSV, q_BHSD, out_BHSV, lse_BHS), ranks.rows(ranks.rank)
+        saved = Saved(grad_BHSV, q_BHSD, out_BHSV, lse_BHS)
         dq_BHSD = torch.zeros_like(q_BHSD, dtype=wide(q_BHSD.dtype))
-        both = slice(ranks.rank, ranks.rank + 1), slice(0, 2)
-        mine = _Part(slice(0, ranks.tokens), both, own, own)
-        found = [(mine, add_gradients(dq_BHSD, saved, k_BGSD, v_BGSV, own, own, ctx.rules))]
-        gathering.wait()
-        for part in ranks.parts():
-            dq, queries = dq_BHSD[:, :, part.query], saved.rows(part.query)
-            k, v = gathering.of(part)
-            grads = add_gradients(dq, queries, k, v, part.query_rows, part.key_rows, ctx.rules)
-            found.append((part, grads))
-        # every key row is in one part at most
         whole = torch.zeros_like(gathering.whole)
-        for part, grads in found:
+        for part in ranks.parts():
+            k, v = gathering.of(part)
+            dq, queries = dq_BHSD[:, :, part.query], saved.rows(part.query)
+            grads = add_gradients(dq, queries, k, v, part.query_rows, part.key_rows, ctx.rules)
             for total, grad in zip(whole[part.key].split(gathering.sizes, -1), grads, strict=True):
                 if grad is not None:
                     total += grad.permute(2, 0, 1, 3).view(total.shape)

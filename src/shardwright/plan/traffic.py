@@ -1,8 +1,8 @@
 """Traffic: every collective of a step on every axis, with payload and launches, as the runtime issues them.
 
 Payload is the whole tensor, padding included: what an all-gather fills, what a reduce-scatter is given, what
-ranks trade or pass on. run/dp.py and run/optim.py issue those of the data axes; check/ compares them with an
-executed step. In a pipeline the flows are those of the rank with most layers.
+ranks trade or pass on. run/dp.py and run/optim.py issue those of the data axes, run/cp.py those of cp; check/
+compares them with an executed step. In a pipeline the flows are those of the rank with most layers.
 """
 
 from collections.abc import Iterator, Mapping

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from shardwright.model import Llama3Rope, ModelSpec
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
+from shardwright.run.attend import Attend, CausalAttention
 from shardwright.run.experts import MoE
-from shardwright.run.kernels import causal_attention, rms_norm, rotate, swiglu, wide
+from shardwright.run.kernels import rms_norm, rotate, swiglu, wide
 from shardwright.run.linear import Join, Linear, local, same
 from shardwright.run.loss import cross_entropy
 
@@ -55,7 +56,7 @@ class Attention(nn.Module):
     sequence is split over cp.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
         super().__init__()
         query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         self.q_proj = Linear(spec.hidden, query, bias=spec.qkv_bias)
@@ -68,7 +69,8 @@ class Attention(nn.Module):
         self.qk_norm = spec.qk_norm
         self.head_size = spec.head_size
         self.enter: Join = same
-        self.attend: Callable[..., Tensor] = causal_attention
+        self.attend: Attend = CausalAttention()
+        self.window = None if layer in spec.full_attention_layers else spec.sliding_window
 
     def forward(self, x_BSE: Tensor, places: Places) -> Tensor:
         x_BSE = self.enter(x_BSE)
@@ -81,7 +83,11 @@ class Attention(nn.Module):
         q_BSHD = rotate(q_BSHD, places.cos_SD, places.sin_SD)
         k_BSGD = rotate(k_BSGD, places.cos_SD, places.sin_SD)
         out_BHSD = self.attend(
-            q_BSHD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), places.document_BS
+            q_BSHD.transpose(1, 2),
+            k_BSGD.transpose(1, 2),
+            v_BSGD.transpose(1, 2),
+            places.document_BS,
+            window=self.window,
         )
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
 
@@ -106,7 +112,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
         super().__init__()
-        self.self_attn = Attention(spec)
+        self.self_attn = Attention(spec, layer)
         self.mlp = MoE(spec) if spec.moe is not None and spec.moe.covers(layer) else MLP(spec)
         self.input_layernorm = RMSNorm(spec.hidden, spec.norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_eps)

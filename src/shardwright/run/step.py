@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
+from shardwright.run.cp import apply_cp, positions, slice_sequence
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
 from shardwright.run.ep import apply_ep
 from shardwright.run.expert_load import apply_balance, expert_load, routers, update_router_bias
@@ -52,12 +53,15 @@ class StepResult:
 def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) -> Stages:
     """What of a plan's model this rank has, split as the layout says, still without storage."""
     stages = []
+    place = positions(job.seq, layout.cp, mesh["cp"].get_local_rank(), layout.cp_kind).to(mesh.device_type)
     for _, part in stage_parts(layout, spec, mesh["pp"].get_local_rank()):
         stage = build_model(spec, parameter_dtype(job.precision), part)
-        stage.positions = torch.arange(job.seq, device=mesh.device_type)
+        stage.positions = place
         apply_tp(stage, mesh["tp"], sequence_parallel=layout.sp, split_experts=layout.etp > 1)
         if mesh.experts is not None:
             apply_ep(stage, mesh.experts)
+        if layout.cp > 1:
+            apply_cp(stage, mesh["cp"], layout.cp_kind)
         apply_balance(stage, job.router_aux_weight, job.global_batch, sequence_groups(layout, mesh))
         apply_recompute(stage, layout.recompute, layout.kept)
         apply_dp(stage, mesh, zero_stage=layout.zero_stage, precision=job.precision)
@@ -166,8 +170,8 @@ class Stepper:
         """The tokens of a microbatch's sequences that this rank of cp has."""
         if self.layout.cp == 1:
             return microbatch
-        positions = self.model.stages[0].positions
-        return Microbatch(*(None if part is None else part[:, positions] for part in microbatch))
+        place = self.model.stages[0].positions
+        return Microbatch(*(None if part is None else slice_sequence(part, place) for part in microbatch))
 
     def global_tokens(self, targets: Sequence[Tensor]) -> float:
         """Unmasked tokens of the global batch; at least 1, so that an empty batch has loss 0."""

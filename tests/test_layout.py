@@ -135,13 +135,43 @@ def test_no_fault_exactly_if_ranks_and_batch_agree(replicate, shard, micro_batch
 
 
 def test_what_the_runtime_refuses_is_said_with_every_reason():
-    job = Job(seq=8192, global_batch=8, optimizer="muon", accounting="megatron")
+    job = Job(seq=8192, global_batch=8, lora_rank=8, lora_targets=("query",), accounting="megatron")
     with pytest.raises(
-        LayoutError, match=r"sliding_window=4096 is shorter.*optimizer='muon' is only.*accounting='meg"
+        LayoutError, match=r"sliding_window=4096 is shorter.*accounting='meg.*lora_rank=8 is only"
     ):
         check_runnable(preset("mistral-7b"), job, Layout())
     assert not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), Layout()) == []
     assert not_runnable_reasons(preset("mistral-7b"), Job(seq=4096, global_batch=8), Layout()) == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum", "adamw_8bit", "adafactor", "muon"])
+def test_every_optimizer_trains(optimizer):
+    job = Job(seq=8192, global_batch=8, optimizer=optimizer)
+    assert not_runnable_reasons(preset("llama-3.1-8b"), job, Layout()) == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adafactor", "muon"])
+def test_only_element_wise_updates_run_on_the_host(optimizer):
+    job = Job(seq=8192, global_batch=8, optimizer=optimizer)
+    (reason,) = not_runnable_reasons(preset("llama-3.1-8b"), job, Layout(offload="optimizer"))
+    assert reason.startswith(f"optimizer={optimizer!r} has no element-wise update to run on the host")
+    assert not_runnable_reasons(preset("llama-3.1-8b"), job, Layout(offload="activations")) == []
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "activations", "optimizer+activations"])
+def test_offload_runs_with_adamw(offload):
+    assert (
+        not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), Layout(offload=offload))
+        == []
+    )
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_recomputed_is_not_offloaded_too(recompute):
+    kept = KEPT_BY_SELECTIVE if recompute == "selective" else ()
+    layout = Layout(offload="activations", recompute=recompute, kept=kept)
+    (reason,) = not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), layout)
+    assert reason.startswith(f"offload='activations' with recompute={recompute!r} is only modelled")
 
 
 # pp, cp and tp

@@ -45,6 +45,9 @@ Offload = Literal["none", "optimizer", "activations", "optimizer+activations"]
 OFFLOAD_KINDS: tuple[Offload, ...] = get_args(Offload)
 """What rests in host memory and is copied over PCIe when it is needed."""
 
+HOST_OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
+"""Optimizers whose update the runtime can make on the host: element by element, without other ranks."""
+
 
 class Layout(Description):
     """Degrees of every axis, the ZeRO stage, the pipeline's schedule, the microbatch and what is recomputed.
@@ -346,8 +349,9 @@ def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str
         f"sliding_window={model.sliding_window} is shorter than seq={job.seq}: "
         "windowed attention is only modelled": model.sliding_window is None
         or job.seq <= model.sliding_window,
-        f"optimizer={job.optimizer!r} is only modelled: train with adamw, sgd or sgd_momentum": (
-            job.optimizer in ("adamw", "sgd", "sgd_momentum")
+        f"optimizer={job.optimizer!r} has no element-wise update to run on the host: "
+        f"use offload='none', or one of {', '.join(HOST_OPTIMIZERS)}": (
+            "optimizer" not in layout.offload or job.optimizer in HOST_OPTIMIZERS
         ),
         f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'": job.accounting == "fsdp2",
         f"{missing} {verb} only modelled: train with the data axes": not missing,
@@ -361,6 +365,8 @@ def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str
             job.packing == "windows"
         ),
         f"offload={layout.offload!r} is only modelled: use 'none'": layout.offload == "none",
+        f"offload={layout.offload!r} with recompute={layout.recompute!r} is only modelled: use 'none' for "
+        "one of them": "activations" not in layout.offload or layout.recompute == "none",
     }
     return [reason for reason, runs in rules.items() if not runs]
 

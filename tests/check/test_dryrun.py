@@ -114,6 +114,16 @@ PLANS = [
         for s in (1, 3)
     ),
     *(Plan(optimizer=name, m=1, micro_batch=1, seq=16) for name in ("sgd", "sgd_momentum", "adamw")),
+    *(
+        Plan(model, replicate, shard, stage, m=1, precision=precision, optimizer=name, seq=512)
+        for name in ("adafactor", "muon")
+        for model, replicate, shard, stage, precision in [
+            ((), 1, 4, 3, "bf16"),
+            (BIASES, 2, 2, 1, "fp32"),
+            (FEW_ROWS, 1, 64, 3, "fp64"),
+            ((), 4, 1, 0, "bf16"),
+        ]
+    ),
     *(Plan(changed(layers=layers), stage=stage) for layers in (1, 4) for stage in (1, 3)),
     Plan(changed(layers=1) + TIED, m=1),
 ]
@@ -291,13 +301,13 @@ def unscheduled(model, *, zero_stage, last):
     dp.set_microbatch_schedule(model, zero_stage=2, last=last)
 
 
-def third_moment(model, job):
-    return torch.optim.AdamW(model.parameters(), fused=True, amsgrad=True)
+def third_moment(parameters, spec, job, **others):
+    return torch.optim.AdamW([parameter for _, parameter in parameters], fused=True, amsgrad=True)
 
 
-def local_norm(model, mesh, left_out):
+def local_norm(parameters, *_):
     """The norm of this rank's shard alone."""
-    return torch.stack([dp_grad(p).double().square().sum() for p in model.parameters()]).sum().sqrt()
+    return torch.stack([dp_grad(p).double().square().sum() for p in parameters]).sum().sqrt()
 
 
 def dp_grad(parameter):

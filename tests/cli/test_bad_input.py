@@ -95,7 +95,7 @@ def test_a_model_that_does_not_exist(run, tmp_path):
         (["--cp-kind=rings"], ["--cp-kind='rings' is unknown (did you mean 'ring'?)"]),
         (["--runnable", "--modelled"], ["--runnable and --modelled contradict each other: leave one out"]),
         (["--runnable", "--tp=2"], ["tp=2 is only modelled, and only what runs is asked for: leave one"]),
-        (["--runnable", "--optimizer=muon"], ["plan is not runnable: optimizer='muon' is only modelled"]),
+        (["--runnable", "--precision=fp8"], ["plan is not runnable: precision='fp8' is only modelled"]),
         (["--why=tp"], ["--why: 'tp' is no part of a layout: give degrees as tp=8 (pp, "]),
         (["--why="], ["--why: '' is no part of a layout"]),
         (["--why=tp=0"], ["--why: 'tp=0': tp must be a whole number of at least 1"]),
@@ -256,13 +256,16 @@ def test_training_that_cannot_start_leaves_no_folder(run, plan_file, tmp_path, o
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"optimizer": "muon"}, "optimizer='muon' is only modelled: train with adamw, sgd or sgd_momentum"),
+        (
+            {"lora_rank": 8, "lora_targets": ("query",)},
+            "lora_rank=8 is only modelled: train all parameters",
+        ),
         (
             {"accounting": "zero", "precision": "bf16"},
             "accounting='zero' is of another runtime: train with 'fsdp2'",
         ),
     ],
-    ids=["optimizer", "accounting"],
+    ids=["lora", "accounting"],
 )
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_what_is_only_modelled_is_refused(run, plan_file, change, part, command):

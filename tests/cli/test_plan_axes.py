@@ -69,11 +69,11 @@ def test_a_modelled_plan_is_written_with_a_note(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["p.toml"]
 
 
-def test_an_optimizer_that_does_not_run_is_ranked_by_time(run):
-    outcome = run("plan", *JOB, "--optimizer=muon", "-o", "p.toml")
+def test_a_precision_that_does_not_run_is_ranked_by_time(run):
+    outcome = run("plan", *JOB, "--precision=fp8", "-o", "p.toml")
     assert outcome.document["ranking"] == "time"
     assert outcome.document["feasible_runnable"] == 0
-    assert "optimizer='muon' is only modelled" in outcome.err
+    assert "precision='fp8' is only modelled" in outcome.err
 
 
 def test_why(run, tmp_path):

@@ -289,10 +289,10 @@ def test_the_document_agrees_with_the_plan_and_with_itself():
 
 
 def test_what_does_not_run_is_planned_and_says_why():
-    job = Job(seq=4096, global_batch=64, optimizer="muon")
+    job = Job(seq=4096, global_batch=64, accounting="megatron")
     document = find(preset("llama-3.1-8b"), job, cluster_of("h100-sxm", 8), {}).document
     assert not any(row["runnable"] for row in document["best"])
-    assert "optimizer='muon' is only modelled" in document["not_runnable_reasons"][0]
+    assert "accounting='megatron' is of another runtime" in document["not_runnable_reasons"][0]
 
 
 # Classic answers

@@ -52,6 +52,7 @@ MODELS = {
     "shared_experts": with_experts("qwen2_moe", top_k=3, shared_ffn=12, shared_gate=True, normalise=False),
     "idle_experts": with_experts("mixtral", experts=32, top_k=1, normalise=False),
     "deep_experts": with_experts("qwen3_moe", layers=4),
+    "windowed": BASE.model_copy(update={"model_type": "mistral", "sliding_window": 7}),
     "llama3_rope": BASE.model_copy(
         update={
             "rope_scaling": Llama3Rope(
@@ -66,19 +67,22 @@ MODELS = {
 class RaggedBatches:
     """Random tokens of which 5 to 100 % count, another share in every sequence.
 
-    ``empty``: indices in the global batch whose sequences have no unmasked token at all.
+    ``empty``: indices in the global batch whose sequences have no unmasked token at all. ``packed``: several
+    documents stand in a sequence, which attention does not leave.
     """
 
     vocab: int
     seq: int
     empty: tuple[int, ...] = ()
+    packed: bool = False
 
     def sample(self, step, index):
         generator = np.random.default_rng([step, index])
         span = generator.integers(0, self.vocab, self.seq + 1)
         kept = generator.random(self.seq) < generator.uniform(0.05, 1.0)
         targets = np.where(kept & (index not in self.empty), span[1:], MASKED)
-        return Sample(span[:-1], targets)
+        documents = np.cumsum(generator.random(self.seq) < 0.2) if self.packed else None
+        return Sample(span[:-1], targets, documents)
 
     def microbatches(self, step, layout, data_rank):
         parts = sample_indices(layout, data_rank)
@@ -188,8 +192,8 @@ def plain_steps(spec, job, batches):
     one = layout_of(1, 1, 0, 1, micro_batch=job.global_batch)
     gradients, losses, norms = {}, [], []
     for index in range(STEPS):
-        ((tokens, targets, _),) = torch_batches(batches, index, one, 0)
-        logits = model(tokens)
+        ((tokens, targets, documents),) = torch_batches(batches, index, one, 0)
+        logits = model(tokens, document_BS=documents)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=MASKED)
         loss.backward()
         if spec.moe is not None:

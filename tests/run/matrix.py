@@ -89,7 +89,7 @@ def plan_of(row: Row, precision: str = "fp64"):
     spec, layout = MODELS[row.model], row.layout
     balance = {"router_aux_weight": AUX, "router_bias_rate": 1e-3} if spec.moe is not None else {}
     job = job_of(layout.dp * layout.micro_batch * layout.microbatches, precision, row.optimizer, **balance)
-    return spec, job, RaggedBatches(spec.vocab, job.seq, row.empty)
+    return spec, job, RaggedBatches(spec.vocab, job.seq, row.empty, row.packed)
 
 
 def found_by_ranks(row: Row, precision: str = "fp64") -> Found:
@@ -207,7 +207,34 @@ PP_ROWS = [
     row("deep", pp=2, **ONE_BY_ONE, order=MESH_ORDERS[2], **ONE, tp=2, sp=True),
 ]
 
+KINDS = ("ring", "all_gather", "ulysses")
+RING = {"cp": 2, "cp_kind": "ring"}
+CONTEXT_ROWS = [
+    *(row(cp=2, cp_kind=kind) for kind in KINDS),
+    *(row(cp=2, cp_kind=kind, zero_stage=stage) for kind, stage in zip(KINDS, (1, 2, 3), strict=True)),
+    *(row(cp=4, cp_kind=kind) for kind in KINDS),  # for Ulysses more ranks than key/value heads
+    *(row(cp=2, cp_kind=kind, packed=True) for kind in KINDS),
+    row(packed=True, **SHARD),
+    row("windowed", cp=2, cp_kind="all_gather"),
+    *(row(cp=2, cp_kind=kind, **SHARD) for kind in KINDS),
+    row(**RING, dp_replicate=2, microbatches=3),
+    row(**RING, **HSDP, packed=True),
+    *(row(cp=2, cp_kind=kind, recompute="full") for kind in KINDS),
+    *(row(cp=2, cp_kind=kind, tp=2, sp=True) for kind in KINDS),
+    row("tied", **RING, tp=2, **SHARD),
+    row("deep", **RING, pp=2, **ONE_BY_ONE),
+    row("deep", cp=2, cp_kind="all_gather", pp=2, **ZBV, packed=True),
+    row("deep", cp=2, cp_kind="ulysses", pp=2, **DUAL),
+    row("deep", **RING, pp=2, **ONE_BY_ONE, tp=2, sp=True, packed=True),
+    row("deep", **RING, pp=2, **ZBV, tp=2, sp=True, recompute="full"),
+    row("deep", cp=2, cp_kind="ulysses", pp=2, **SCHEDULES[3], **ONE),
+]
+
 EXPERT_ROWS = [
+    row("experts", **RING, ep=2),
+    row("experts", **RING, ep=4, tp=2, sp=True),
+    row("deep_experts", pp=2, **ONE_BY_ONE, tp=2, sp=True, **RING, ep=4),
+    row("deep_experts", pp=2, **ZBV, tp=2, sp=True, **RING, ep=2, recompute="full"),
     row("experts", **SHARD),
     row("shared_experts", dp_replicate=2),
     *(row(name, ep=2, **SHARD) for name in ("experts", "shared_experts")),
@@ -224,4 +251,7 @@ EXPERT_ROWS = [
     row("deep_experts", pp=2, **ONE_BY_ONE, ep=2, tp=2, sp=True, recompute="full", **ONE),
 ]
 
-ROWS = [*DATA_ROWS, *TP_ROWS, *PP_ROWS, *EXPERT_ROWS]
+ALL_DENSE_AXES = row("deep", pp=2, **ONE_BY_ONE, tp=2, sp=True, **RING, **ONE)
+"""On 16 ranks."""
+
+ROWS = [*DATA_ROWS, *TP_ROWS, *PP_ROWS, *CONTEXT_ROWS, *EXPERT_ROWS, ALL_DENSE_AXES]

@@ -60,12 +60,11 @@ def optimizer_elements(optimizer: str, tensor: Tensor, moment: int = 4) -> float
 
     Args: ``moment``: bytes of one moment of that row; only 8-bit Adam asks, its bytes being the same in each.
 
-    Source: torch.optim for adamw, sgd, adafactor (no momentum: one row and one column vector for each matrix)
-    and muon (one momentum for matrices inside blocks, two moments elsewhere); arXiv:2110.02861 for 8-bit Adam
-    (two bytes an element and two fp32 scales a block).
+    Source: torch.optim for adamw, sgd, adafactor (no momentum: one row and one column vector for each matrix,
+    stacked experts being one each) and muon (one momentum for matrices inside blocks, two moments elsewhere);
+    arXiv:2110.02861 for 8-bit Adam (two bytes an element and two fp32 scales a block).
     """
     numel = tensor.numel
-    matrix = len(tensor.shape) == 2
     if optimizer == "adamw":
         return 2 * numel
     if optimizer == "sgd":
@@ -75,10 +74,30 @@ def optimizer_elements(optimizer: str, tensor: Tensor, moment: int = 4) -> float
     if optimizer == "adamw_8bit":
         return 2 * (numel + 4 * -(-numel // EIGHT_BIT_BLOCK)) / moment
     if optimizer == "adafactor":
-        return sum(tensor.shape) if matrix else numel
+        return numel // tensor.shape[-1] + numel // tensor.shape[-2] if is_factored(tensor) else numel
     if optimizer == "muon":
-        return numel if matrix and tensor.role in ("attention", "feed_forward") else 2 * numel
+        return numel if is_orthogonalised(tensor) else 2 * numel
     raise KeyError(optimizer)
+
+
+def is_factored(tensor: Tensor) -> bool:
+    """Whether Adafactor keeps a value for each row and column of the last two dims, not for each element."""
+    return len(tensor.shape) > 1
+
+
+def is_orthogonalised(tensor: Tensor) -> bool:
+    """Whether Muon makes it orthogonal: matrices of attention, feed-forward layers and experts. Embedding,
+    head, router, gates of one row, norms and biases are AdamW's.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+    """
+    dims = {"attention": 2, "feed_forward": 2, "shared_expert": 2, "expert": 3}
+    return len(tensor.shape) == dims.get(tensor.role) and min(tensor.shape[-2:]) > 1
+
+
+def is_decayed(tensor: Tensor) -> bool:
+    """Whether weight decay acts on it: on matrices, not on norms and biases."""
+    return len(tensor.shape) > 1 and tensor.role != "norm" and not tensor.name.endswith("bias")
 
 
 FOUR_BIT_BYTES = 0.5 + 0.127 / 8

@@ -15,7 +15,13 @@ from shardwright.plan.communicators import communicator_bytes
 from shardwright.plan.holdings import Held, unit_amounts
 from shardwright.plan.moments import PeakTerm, model_blocks, peak_terms, timeline
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, Tensor
-from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, weighted_elements
+from shardwright.plan.shards import (
+    EXPERT_BLOCK,
+    EXPERTS,
+    UnitElements,
+    factored_elements,
+    weighted_elements,
+)
 from shardwright.plan.stages import Stage, stages
 from shardwright.plan.table import Floats, LayoutTable, piecewise
 
@@ -137,14 +143,17 @@ def beside_allocated(
 def host_bytes(
     model: ModelSpec, job: Job, table: LayoutTable, ranks: Sequence["_RankState"] | None = None
 ) -> Floats:
-    """What a rank keeps in host memory at most [B]: optimizer state, saved tensors of its blocks."""
+    """What a rank keeps in host memory at most [B]: optimizer state, with the copies of parameters and
+    gradients that its update there works on (run/offload.py); saved tensors of its blocks."""
+    row = accounting_row(job.accounting, job.precision)
+    copies = 1 + row.gradient / row.weight
     kinds = model_blocks(model, job, table)
     tokens = table.micro_batch * job.seq / table.cp
     most: Floats = np.zeros((1,) * table.pp.ndim)
-    for stage, _, optimizer in ranks or rank_states(model, job, table):
+    for stage, parameters, optimizer in ranks or rank_states(model, job, table):
         blocks = {"dense": stage.blocks - stage.expert_blocks, "experts": stage.expert_blocks}
         saved = sum((blocks[kind] * own.saved_bytes for kind, own in kinds.items()), np.zeros(1))
-        kept = np.where(table.offload & 1, optimizer, 0.0)
+        kept = np.where(table.offload & 1, optimizer + copies * parameters, 0.0)
         kept = kept + np.where(table.offload & 2, stage.in_flight * saved * tokens, 0.0)
         most = np.maximum(most, np.where(stage.valid, kept, 0.0))
     return most
@@ -235,7 +244,12 @@ def _state_units(
     def optimizer_bytes(tensor: Tensor) -> float:
         if not is_trained(job, tensor):
             return 0.0
+        if job.optimizer == "adafactor":  # split otherwise than the parameter: below
+            return float(row.master)
         return row.master + row.moment * optimizer_elements(job.optimizer, tensor, row.moment) / tensor.numel
+
+    def factor_bytes(tensor: Tensor) -> float:
+        return float(row.moment) if is_trained(job, tensor) else 0.0
 
     amounts = (
         (weight_bytes, row.weight_split_from),
@@ -244,6 +258,14 @@ def _state_units(
     )
     weights = [_of(wanted, each) for each, _ in amounts]
     found = weighted_elements(model, table, weights, job.adapters)
+    if job.optimizer == "adafactor":
+        factors = factored_elements(model, table, _of(wanted, factor_bytes), job.adapters)
+        found[-1] = {
+            kind: unit._replace(
+                whole=unit.whole + factors[kind].whole, shard=unit.shard + factors[kind].shard
+            )
+            for kind, unit in found[-1].items()
+        }
     return [
         _StateUnits(bytes_of, table.zero_stage >= split_from)
         for bytes_of, (_, split_from) in zip(found, amounts, strict=True)

@@ -63,6 +63,39 @@ def weighted_elements(
     return [{kind: units[n] for kind, units in found.items()} for n in range(len(weights))]
 
 
+def factored_elements(
+    model: ModelSpec, table: LayoutTable, weight: Weight, adapters: Adapters = NO_ADAPTERS
+) -> Mapping[str, UnitElements]:
+    """Elements of Adafactor's state of every kind of unit: of a matrix rows, split as they are, and columns,
+    which every rank that shares the rows has; of a vector its own elements. Each times its tensor's weight.
+
+    ``padded`` is not all shards together: columns are repeated.
+    """
+    found = {}
+    for kind, tensors in unit_tensors(model, adapters).items():
+        degree = table.expert_shard if kind == EXPERTS else table.shard
+        whole, held = np.zeros((1,) * degree.ndim), np.zeros((1,) * degree.ndim)
+        for tensor, count in _alike(tensors):
+            each = count * weight(tensor)
+            whole = whole + each * _factors(tensor, model, table, np.ones_like(degree))
+            held = held + each * _factors(tensor, model, table, degree)
+        found[kind] = UnitElements(whole, held, held, 0.0)
+    return found
+
+
+def _factors(tensor: Tensor, model: ModelSpec, table: LayoutTable, shard: Ints) -> Floats:
+    rows, width = local_shape(tensor, model, table.tp, table.ep, table.etp)
+    if len(tensor.shape) == 1:
+        return np.asarray(np.ceil(rows / shard))
+    if len(tensor.shape) == 2:
+        return np.asarray(np.ceil(rows / shard) + width)
+    split = [np.where(tensor.splits.get("tp") == dim, table.etp, 1) for dim in (1, 2)]
+    high, wide = (np.ceil(size / degree) for size, degree in zip(tensor.shape[1:], split, strict=True))
+    few = rows < shard  # fewer experts than ranks: their rows are split
+    split_rows = rows * (np.ceil(high / shard) + wide)
+    return np.asarray(np.where(few, split_rows, np.ceil(rows / shard) * (high + wide)))
+
+
 def gathered_units(
     model: ModelSpec, job: Job, table: LayoutTable, trained: Mapping[str, UnitElements]
 ) -> Mapping[str, UnitElements]:

@@ -36,7 +36,7 @@ from shardwright.plan.stages import (
     stage_unevenness,
 )
 from shardwright.plan.table import Floats, Ints, LayoutTable, added, by_schedule, either
-from shardwright.plan.traffic import Flow, scalar_flows, shard_axis
+from shardwright.plan.traffic import Flow, optimizer_flows, scalar_flows, shard_axis, unit_copies
 
 INSIDE = ("tp", "cp", "ep", "host")
 """Axes whose communication stands between computations of the same microbatch."""
@@ -186,6 +186,8 @@ def outside_time(
     exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
         table, blocks, units, block, overlap
     )
+    for flow in optimizer_flows(model, job, table, unit_copies(model, table)):
+        exposed[flow.axis] = exposed.get(flow.axis, 0.0) + flow_time(flow, routes[flow.axis])
     resting = updated_elements(table, blocks, with_experts, elements)
     offloaded = table.offload & 1
     update = resting * optimizer_time_per_parameter(job, cluster.device)

@@ -19,6 +19,7 @@ from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.attention import head_sizes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
+from shardwright.plan.optimizer_traffic import optimizer_exchanges
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, unit_elements
 from shardwright.plan.stages import most_expert_blocks, slowest_blocks
@@ -78,6 +79,7 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
         *_context_flows(model, job, table, copies),
         *_expert_flows(model, job, table, copies),
         *_stage_flows(model, job, table),
+        *optimizer_flows(model, job, table, copies),
     ]
     return [
         Flow(f.axis, f.collective, *(np.broadcast_to(column, table.shape) for column in f[2:])) for f in flows
@@ -135,6 +137,14 @@ def unit_copies(model: ModelSpec, table: LayoutTable) -> dict[str, Floats]:
         EXPERTS: with_experts,
         HEAD: np.ones_like(alone),
     }
+
+
+def optimizer_flows(
+    model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
+) -> Iterator[Flow]:
+    """What the optimizer sends; see plan/optimizer_traffic.py."""
+    for sent in optimizer_exchanges(model, job, table, copies):
+        yield _flow(*sent[:3], sent.degree > 1, sent.launches, sent.payload_bytes)
 
 
 def scalar_flows(table: LayoutTable) -> list[Flow]:

@@ -1,38 +1,84 @@
-"""Optimizers, gradient norm, clipping and the learning-rate schedule: the same in every layout."""
+"""Optimizers over the model's shards, and the learning-rate schedule: the same in every layout."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from shardwright.errors import LayoutError
 from shardwright.job import Job
-from shardwright.run.mesh import RankMesh
+from shardwright.model import ModelSpec
+from shardwright.plan.accounting import is_decayed, is_orthogonalised
+from shardwright.plan.params import Tensor, parameter_table
+from shardwright.run.adafactor import Adafactor
+from shardwright.run.muon import Muon
+from shardwright.run.offload import OffloadedOptimizer
+from shardwright.run.quantised import build_adamw_8bit
+
+Groups = list[dict[str, Any]]
+"""Parameters with the options that are theirs, as torch.optim takes them."""
+
+Named = tuple[str, nn.Parameter]
 
 
-def build_optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
-    """AdamW or SGD over the model's shards; weight decay on matrices, not on norms and biases.
+def build_optimizer(
+    parameters: Iterable[Named], spec: ModelSpec, job: Job, *, offload: bool = False
+) -> torch.optim.Optimizer:
+    """The job's optimizer over this rank's shards; decay on matrices, not on norms and biases.
 
     AdamW is fused, so that the step makes no temporary copy of the state. Fused SGD has no rule for sharded
     tensors in torch 2.13: SGD goes tensor by tensor, and with weight decay holds a copy of one gradient.
+
+    Args: ``parameters`` by their names in the model, those of a pipeline stage too. ``offload``: keep state
+    and the update on the host.
+
+    Raises: LayoutError: a name that the model's parameter table has not. MissingExtraError: 8-bit Adam
+    without its library.
     """
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": job.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = _groups(list(parameters), spec, job)
+    if offload:
+        return OffloadedOptimizer(groups, lambda on_host: _optimizer(on_host, job))
+    return _optimizer(groups, job)
+
+
+def _optimizer(groups: Groups, job: Job) -> torch.optim.Optimizer:
+    rate, betas = job.learning_rate, (job.beta1, job.beta2)
     if job.optimizer == "adamw":
-        return torch.optim.AdamW(
-            groups, lr=job.learning_rate, betas=(job.beta1, job.beta2), eps=job.epsilon, fused=True
-        )
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=job.epsilon, fused=True)
     if job.optimizer in ("sgd", "sgd_momentum"):
         momentum = job.momentum if job.optimizer == "sgd_momentum" else 0.0
-        return torch.optim.SGD(groups, lr=job.learning_rate, momentum=momentum, foreach=False)
-    raise LayoutError(f"optimizer={job.optimizer!r} is only modelled: train with adamw, sgd or sgd_momentum")
+        return torch.optim.SGD(groups, lr=rate, momentum=momentum, foreach=False)
+    if job.optimizer == "adafactor":
+        return Adafactor(groups, lr=rate)
+    if job.optimizer == "adamw_8bit":
+        return build_adamw_8bit(groups, lr=rate, betas=betas, eps=job.epsilon)
+    compute = torch.bfloat16 if job.precision == "bf16" else None
+    return Muon(groups, lr=rate, momentum=job.momentum, betas=betas, eps=job.epsilon, compute=compute)
+
+
+def _groups(parameters: list[Named], spec: ModelSpec, job: Job) -> Groups:
+    """Parameters by what the optimizer does with them; no empty group."""
+    table = {tensor.name: tensor for tensor in parameter_table(spec, job.adapters).tensors()}
+    found: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        tensor = _row(table, name)
+        orthogonal = job.optimizer == "muon" and is_orthogonalised(tensor)
+        found.setdefault((is_decayed(tensor), orthogonal), []).append(parameter)
+    return [
+        {"params": held, "weight_decay": job.weight_decay if decayed else 0.0}
+        | ({"orthogonal": orthogonal} if job.optimizer == "muon" else {})
+        for (decayed, orthogonal), held in found.items()
+    ]
+
+
+def _row(table: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in table:
+        raise LayoutError(
+            f"parameter {name!r} is none of the {len(table)} of the model's table: name it as the table does"
+        )
+    return table[name]
 
 
 def learning_rate(job: Job, step: int) -> float:
@@ -47,47 +93,7 @@ def learning_rate(job: Job, step: int) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use ``rate`` in the coming step."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def gradient_norm(model: nn.Module, mesh: RankMesh, left_out: Sequence[Tensor] = ()) -> Tensor:
-    """Global 2-norm of the gradients, summed in fp64 so that no layout changes it. Scalar, on every rank.
-
-    One sum each over the shard axes, tp and pp; replicas hold equal gradients. What several ranks of shard
-    and tp hold counts for its part on each; ``left_out`` are parameters that another rank counts.
-    plan/traffic.py predicts it.
-    """
-    skip = {id(parameter) for parameter in left_out}
-    split = mesh.shard.size() * mesh["tp"].size()
-    grads = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in skip]
-    total = torch.stack([_square_sum(grad) * (_ranks_that_split(grad) / split) for grad in grads]).sum()
-    for axis in (mesh.shard, mesh["tp"], mesh["pp"]):
-        if axis.size() > 1:
-            dist.all_reduce(total, group=axis.get_group())
-    return total.sqrt()
-
-
-def _ranks_that_split(tensor: Tensor) -> int:
-    """Ranks of the mesh that hold different parts of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return math.prod(
-        mesh.size(axis) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
-    )
-
-
-def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
-    """Scale all gradients so that their global norm is at most ``clip_norm``; 0 leaves them."""
-    if clip_norm <= 0 or norm <= clip_norm:
-        return
-    local = [_local(p.grad) for p in model.parameters() if p.grad is not None]
-    torch._foreach_mul_(local, clip_norm / norm)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _square_sum(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(_local(grad), dtype=torch.float64).square()
+        if isinstance(group["lr"], torch.Tensor):  # compiled steps read it: a number would compile them anew
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
+from shardwright.run.activation_offload import apply_activation_offload
 from shardwright.run.cp import apply_cp, positions, slice_sequence
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
 from shardwright.run.ep import apply_ep
@@ -19,13 +20,8 @@ from shardwright.run.expert_load import apply_balance, expert_load, routers, upd
 from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Microbatch, Stages, build_model
-from shardwright.run.optim import (
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    learning_rate,
-    set_learning_rate,
-)
+from shardwright.run.norm import clip_gradients, gradient_norm
+from shardwright.run.optim import build_optimizer, learning_rate, set_learning_rate
 from shardwright.run.pp import Pipeline, stage_parts, sum_tied, tied_copies
 from shardwright.run.recompute import apply_recompute
 from shardwright.run.tp import apply_tp, sum_shares
@@ -64,6 +60,8 @@ def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) ->
             apply_cp(stage, mesh["cp"], layout.cp_kind)
         apply_balance(stage, job.router_aux_weight, job.global_batch, sequence_groups(layout, mesh))
         apply_recompute(stage, layout.recompute, layout.kept)
+        if "activations" in layout.offload:
+            apply_activation_offload(stage.model.layers.values())
         apply_dp(stage, mesh, zero_stage=layout.zero_stage, precision=job.precision)
         stages.append(stage)
     return Stages(stages)
@@ -91,7 +89,9 @@ class Stepper:
         ``after_microbatch`` is told the index of each microbatch whose backward pass is done."""
         self.model, self.job, self.layout, self.mesh = model, job, layout, mesh
         self.read, self.after_microbatch = read, after_microbatch
-        self.optimizer = build_optimizer(model, job)
+        self.optimizer = build_optimizer(
+            model.named_parameters(), model.spec, job, offload="optimizer" in layout.offload
+        )
         device = torch.device(mesh.device_type)
         self.pipeline = Pipeline(model, job, layout, mesh["pp"], device) if layout.pp > 1 else None
         spread = sequence_groups(layout, mesh)[1:] if layout.cp > 1 else sequence_groups(layout, mesh)
@@ -104,7 +104,7 @@ class Stepper:
         """Forward and backward over ``microbatches``, then one update of the parameters."""
         loss, tokens = self.backward(microbatches)
         norm = self.norm()
-        clip_gradients(self.model, norm, self.job.clip_norm)
+        clip_gradients(self.model.parameters(), norm, self.job.clip_norm)
         set_learning_rate(self.optimizer, learning_rate(self.job, index))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -124,7 +124,10 @@ class Stepper:
 
     def norm(self) -> float:
         """Global norm of the gradients."""
-        return self.read(gradient_norm(self.model, self.mesh, self.uncounted))
+        groups = [self.mesh["pp"].get_group()] if self.layout.pp > 1 else []
+        skipped = set(map(id, self.uncounted))
+        norm = gradient_norm(self.model.parameters(), groups, lambda parameter: id(parameter) not in skipped)
+        return self.read(norm)
 
     def _one_by_one(self, microbatches: Sequence[Microbatch], tokens: float) -> Tensor:
         total = None

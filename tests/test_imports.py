@@ -15,10 +15,10 @@ ROOT = Path(shardwright.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 ROOMS = (
-    *("errors", "units", "axes", "description", "families", "model"),
+    *("errors", "units", "axes", "description", "naming", "families", "model"),
     *("hf_reader", "hf_families", "hf_config"),
     *("job", "cluster", "layout", "planfile"),
-    *("data", "plan", "hf_meta", "run", "measure", "check", "doctor", "export", "report", "web"),
+    *("data", "plan", "hf_meta", "derive", "run", "measure", "check", "doctor", "export", "report", "web"),
     *("launcher", "cli_options", "cli"),
 )
 """A room imports only from itself and from rooms to the left of it."""

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from shardwright import __version__
 from shardwright import cli_options as opt
 from shardwright.cluster import Cluster, device, device_names
+from shardwright.derive.spec import counted, model_of
 from shardwright.errors import (
     AnswerIsNo,
     ClusterError,
@@ -22,7 +23,6 @@ from shardwright.errors import (
     NothingFitsError,
     ShardwrightError,
 )
-from shardwright.hf_config import model_from
 from shardwright.job import Job
 from shardwright.layout import check_runnable, not_runnable_reasons
 from shardwright.model import ModelSpec, preset, preset_names
@@ -100,8 +100,6 @@ def _options(
 @app.command()
 def params(model: opt.ModelArgument, as_json: opt.JsonOption = False) -> None:
     """Count a model's parameters and list its tensors."""
-    from shardwright.hf_meta import counted
-
     count = counted(model)
     document = {
         "model": count.name,
@@ -160,7 +158,7 @@ def plan(
     as_json: opt.JsonOption = False,
 ) -> None:
     """Find the best layout of a job that fits, and say why the others are out."""
-    spec, devices = model_from(model), opt.cluster_of_options(cluster)
+    spec, devices = model_of(model), opt.cluster_of_options(cluster)
     job = opt.job_of_options(seq, global_batch, options, framework, devices)
     if measure:
         devices = _measured(spec, job, devices)
@@ -251,9 +249,10 @@ def table(
     batch = sequences_of(_read("--tokens-per-step", parse_count, tokens_per_step), seq)
     job = opt.job_of_options(seq, batch, opt.JobOptions(precision=precision), framework, clusters[0])
     specs, columns = (
-        [model_from(name) for name in names],
+        [model_of(name) for name in names],
         opt.columns_of_options(opt.FixedOptions(), framework),
     )
+    assumed = *(spec.assumed for spec in specs), *(cluster.assumed for cluster in clusters)
     document = {
         "device": clusters[0].device.name,
         "device_memory": clusters[0].device.memory,
@@ -262,7 +261,7 @@ def table(
         "tokens_per_step": job.tokens_per_step,
         "precision": job.precision,
         "framework": None if framework is None else framework.value,
-        "assumed": sorted({line for cluster in clusters for line in cluster.assumed}),
+        "assumed": sorted({line for lines in assumed for line in lines}),
         "rows": recommended(specs, clusters, job, columns, _say),
     }
     _print(document, as_json, table_report)

@@ -19,6 +19,8 @@ PLAIN: Mapping[str, Any] = {
     "positions": "rope",
     "position_offset": 0,
     "mtp_layers": 0,
+    "head_bias": False,
+    "qk_norm_bias": False,
 }
 """The Llama family's values of the fields that decide which tensors a block has and how it uses them."""
 

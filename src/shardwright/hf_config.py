@@ -86,7 +86,7 @@ def model_from_config(config: Mapping[str, Any], name: str, source: str = "confi
         "source": source,
         **FAMILIES[model_type].fixed,
         **_usual(config, reader),
-        **_rope(config, reader),
+        **rope_fields(config, reader),
         **reader.more(config),
     }
     return ModelSpec.checked({key: value for key, value in values.items() if value is not None}, source)
@@ -161,7 +161,7 @@ def _faults(config: Config) -> Iterator[str]:
             f"{reader.key('heads')}={heads} does not divide {reader.key('hidden')}={hidden}: give {way_out}"
         )
     yield from _list_faults(config, config.get(reader.key("layers")))
-    yield from _rope_faults(config)
+    yield from rope_faults(config)
     yield from _activation_faults(config, reader)
     if config.get("add_cross_attention"):
         yield "add_cross_attention=true is not supported: this is a decoder alone"
@@ -212,7 +212,8 @@ def _rope_kind(rope: Config) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _rope_faults(config: Config) -> Iterator[str]:
+def rope_faults(config: Config) -> Iterator[str]:
+    """What is wrong with rotary settings, or not supported."""
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if value is not None and not isinstance(value, Mapping):
@@ -231,7 +232,7 @@ def _rope_faults(config: Config) -> Iterator[str]:
             yield f"rope_type='llama3' lacks {', '.join(missing)}: see its model card"
 
 
-def _rope(config: Config, reader: Reader) -> Fields:
+def rope_fields(config: Config, reader: Reader) -> Fields:
     """Base, share of a head that is rotated (rotary_pct in GPT-NeoX), and scaling."""
     rope = _rope_settings(config)
     theta = given(config, "rope_theta", given(config, "rotary_emb_base", reader.default("rope_theta")))

@@ -1,7 +1,7 @@
-"""The parameter table of any decoder that transformers knows, from its model on the meta device.
+"""Any decoder that transformers knows, as its model on the meta device, and the parameter table of that.
 
 For families without a reader of their own: names and shapes are the model's, roles are guessed from names,
-and no axis but FSDP's may split a tensor.
+and no axis but FSDP's may split a tensor. derive/ makes more of it, where it understands the model.
 """
 
 import re
@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardwright.description import nearest
 from shardwright.errors import MissingExtraError, ModelError
-from shardwright.hf_config import config_path, model_from, read_config, text_part
+from shardwright.hf_config import text_part
 from shardwright.hf_families import READERS
-from shardwright.plan.counts import active_parameters, mtp_parameters
 from shardwright.plan.params import (
     BLOCK,
     EMBEDDING,
@@ -24,7 +23,6 @@ from shardwright.plan.params import (
     Role,
     Tensor,
     Unit,
-    parameter_table,
 )
 
 if TYPE_CHECKING:
@@ -47,41 +45,22 @@ REASON_WIDTH = 300
 """Characters quoted of what transformers says to a configuration."""
 
 
-class Counted(NamedTuple):
-    """A model's name, its table, the parameters a token meets, and those of multi-token prediction."""
-
-    name: str
-    table: ParameterTable
-    active: int
-    mtp: int
-
-
-def counted(argument: str) -> Counted:
-    """Count the model named by a preset, a ``config.json``, or a folder holding one.
-
-    Of a family without a reader every parameter counts as active.
-
-    Raises: ModelError: as ``model_from``, or transformers cannot build the model either.
-        MissingExtraError: transformers is needed and absent.
-    """
-    path = config_path(argument)
-    if path.is_file() and path.suffix != ".toml":
-        config = read_config(path)
-        if isinstance(config, Mapping) and _is_foreign(config):
-            name = str(config.get("_name_or_path") or path.resolve().parent.name)
-            table = meta_table(config, str(path))
-            return Counted(name, table, table.parameters, 0)
-    spec = model_from(argument)
-    return Counted(spec.name, parameter_table(spec), active_parameters(spec), mtp_parameters(spec))
-
-
-def _is_foreign(config: Mapping[str, Any]) -> bool:
+def is_foreign(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is of a family without a reader of its own."""
     model_type = text_part(config).get("model_type")
     return isinstance(model_type, str) and model_type not in READERS
 
 
 def meta_table(config: Mapping[str, Any], source: str = "config.json") -> ParameterTable:
     """The table of a configuration's causal language model, built by transformers without memory.
+
+    Raises: as ``meta_model``.
+    """
+    return live_table(meta_model(config, source))
+
+
+def meta_model(config: Mapping[str, Any], source: str = "config.json") -> "PreTrainedModel":
+    """A configuration's causal language model, built by transformers without memory.
 
     Raises: ModelError: transformers does not know the model_type, or refuses the configuration.
         MissingExtraError: transformers, or the torch it builds with, is not installed.
@@ -111,11 +90,13 @@ def meta_table(config: Mapping[str, Any], source: str = "config.json") -> Parame
         warnings.simplefilter("ignore")
         try:
             known = AutoConfig.for_model(model_type, **values)
-            model = AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                known, attn_implementation="eager"
+            )
         except (*refusals, StrictDataclassError) as fault:
             reason = shorten(str(fault), REASON_WIDTH, placeholder=" ...")
             raise ModelError(f"{source}: transformers cannot build this {model_type}: {reason}") from None
-    return live_table(model)
+    return model
 
 
 def live_table(model: "PreTrainedModel") -> ParameterTable:
@@ -124,7 +105,7 @@ def live_table(model: "PreTrainedModel") -> ParameterTable:
     Layers are the largest numbered module list; what stands before them is the embedding's unit, what
     stands behind them, or is a tied embedding, the head's.
     """
-    stem, layers = _layers(model)
+    stem, layers = layer_list(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
     embedding, head = (names.get(id(getattr(module, "weight", None)), "") for module in ends)
@@ -146,7 +127,7 @@ def live_table(model: "PreTrainedModel") -> ParameterTable:
     return ParameterTable(tuple(unit for unit in units if unit.tensors), layers)
 
 
-def _layers(model: "PreTrainedModel") -> tuple[str, int]:
+def layer_list(model: "PreTrainedModel") -> tuple[str, int]:
     """Name and length of the outermost module list that holds most parameters."""
     from torch import nn
 

@@ -8,7 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from shardwright.description import Description, nearest
 from shardwright.errors import ModelError, ShardwrightError
-from shardwright.families import FAMILIES, PLAIN
+from shardwright.families import FAMILIES, PLAIN, Family
+from shardwright.naming import Naming
 
 PRESETS = Path(__file__).parent / "data" / "models"
 
@@ -110,7 +111,7 @@ class ModelSpec(Description):
     noun: ClassVar[str] = "model"
 
     name: str
-    model_type: ModelType
+    model_type: str
     layers: PositiveInt
     hidden: PositiveInt
     ffn: PositiveInt = Field(description="width of the feed-forward network in layers without experts")
@@ -119,6 +120,7 @@ class ModelSpec(Description):
     head_size: PositiveInt
     vocab: PositiveInt
     tied_embeddings: bool = False
+    head_bias: bool = False
     embedding_projection: NonNegativeInt = Field(
         default=0, description="width of embedding and head if a matrix leads to hidden; 0: there is none"
     )
@@ -127,6 +129,7 @@ class ModelSpec(Description):
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_kind: Literal["head", "per_head", "projection", "weightless"] = "head"
+    qk_norm_bias: bool = False
     attention_sinks: bool = Field(default=False, description="one trained score a head that no key has")
     attention_softcap: PositiveFloat | None = None
     logit_softcap: PositiveFloat | None = None
@@ -158,6 +161,8 @@ class ModelSpec(Description):
     moe: Moe | None = None
     mla: Mla | None = None
     mtp_layers: NonNegativeInt = Field(default=0, description="multi-token prediction, counted apart")
+    naming: Naming | None = Field(default=None, description="of a model_type without a reader of its own")
+    assumed: tuple[str, ...] = Field(default=(), description="what was not given, and what was taken for it")
     source: str = Field(default="", description="where the numbers are printed")
 
     @model_validator(mode="after")
@@ -192,7 +197,15 @@ class ModelSpec(Description):
 
     def _family_faults(self) -> Iterator[str]:
         """Fields that do not go with ``model_type``; its tensors could not be named."""
-        family = FAMILIES[self.model_type]
+        known = FAMILIES.get(self.model_type)
+        if (known is None) == (self.naming is None):
+            yield (
+                f"model_type={self.model_type!r} is not supported{nearest(self.model_type, list(FAMILIES))}: "
+                "another one needs the group 'naming'"
+                if known is None
+                else f"model_type={self.model_type!r} has names of its own: leave out the group 'naming'"
+            )
+        family = known or Family({}, tuple(PLAIN), moe=self.moe is not None, mla=self.mla is not None)
         expected: dict[str, Any] = {**PLAIN, **family.fixed}
         for name, value in expected.items():
             found = getattr(self, name)

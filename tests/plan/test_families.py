@@ -14,11 +14,12 @@ from transformers.modeling_layers import MtpModel
 
 from shardwright.cli import main
 from shardwright.cluster import cluster_of
+from shardwright.derive.spec import counted
 from shardwright.errors import MissingExtraError, ModelError
 from shardwright.families import FAMILIES, PLAIN
 from shardwright.hf_config import model_from_config
 from shardwright.hf_families import READERS
-from shardwright.hf_meta import counted, live_table, meta_table
+from shardwright.hf_meta import live_table, meta_table
 from shardwright.job import Job
 from shardwright.layout import Layout, model_faults, not_runnable_reasons
 from shardwright.model import BUILT_TYPES, ModelSpec, ModelType, preset, preset_names

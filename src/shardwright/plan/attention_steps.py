@@ -64,7 +64,9 @@ def _qk_norms(rank: Rank, sizes: Mapping[str, float], after: str) -> Step:
         each = rank.w * (1 if m.qk_norm_kind == "projection" else heads)
         stats = {f"{letter}_rstd": each} | ({f"{letter}_mean": each} if m.norm == "layer" else {})
         vectors = {"head": 1, "per_head": all_heads, "projection": all_heads, "weightless": 0}
-        weights = vectors[m.qk_norm_kind] * m.head_size  # whole on every rank, as in plan/params.py
+        weights = (
+            (1 + m.qk_norm_bias) * vectors[m.qk_norm_kind] * m.head_size
+        )  # whole on every rank, as in plan/params.py
         made = {f"{letter}{after}": sizes[f"{letter}_raw"]}
         ops.append(rank.norm_of(f"{name} norm", f"{letter}_raw", made, stats, weights))
     return tuple(ops)

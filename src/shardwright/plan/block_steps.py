@@ -50,7 +50,10 @@ class _Block:
             body, outs = self._branch(branch, read, out)
             steps += body
             if place in ("post", "sandwich"):
-                steps.append((rank.norm(number + 2, out, f"{out}_normed", rank.residual),))
+                if len(outs) > 1:
+                    steps.append((self._add(outs, out),))
+                read = out if len(outs) > 1 else outs[0]
+                steps.append((rank.norm(number + 2, read, f"{out}_normed", rank.residual),))
                 outs = (f"{out}_normed",)
             if place == "residual":
                 summed = f"sum{number}"

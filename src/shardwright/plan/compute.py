@@ -18,7 +18,7 @@ from shardwright.plan.attention import BACKWARD_ATTENTION as BACKWARD_ATTENTION
 from shardwright.plan.attention import attended_lengths, attention_times, head_sizes
 from shardwright.plan.counts import active_parameters
 from shardwright.plan.gemm import gemm_time, memory_rate
-from shardwright.plan.names import naming
+from shardwright.plan.names import block_norms
 from shardwright.plan.params import EMBEDDING, parameter_table
 from shardwright.plan.products import (
     Kind,
@@ -171,7 +171,7 @@ def _light(model: ModelSpec, precision: str, kind: Kind) -> _Light:
     """
     h, mla, moe = model.hidden, model.mla, model.moe if kind == "experts" else None
     queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
-    norms, qk = len(naming(model).block_norms(model)), queries + keys
+    norms, qk = len(block_norms(model)), queries + keys
     rotated = 1 - len(model.no_rope_layers) / model.layers if model.positions == "rope" else 0.0
     rotary, latent = 2 * qk * rotated, 0
     if mla is not None:  # the narrow vectors' norms; rotated parts, then query and key put together

@@ -94,7 +94,7 @@ def accounts(plan: Plan) -> dict[str, Any]:
         "layout": plan.layout.model_dump(mode="json"),
         "runnable": not reasons,
         "not_runnable_reasons": reasons,
-        "assumed": list(plan.cluster.assumed),
+        "assumed": [*plan.model.assumed, *plan.cluster.assumed],
         "stored_prediction_agrees": plan.prediction
         == _prediction(plan.model, plan.job, plan.cluster, step, ledger),
         "stages": [stage_account(plan, table, each) for each in ranks],

@@ -132,7 +132,7 @@ def _document(
         "rejected_notes": rejection_notes(model, job, cluster, result),
         "search_time": result.search_time,
         "device_memory": result.limit,
-        "assumed": list(_assumed(job, cluster, bool((result.rows(list(shown)).ep > 1).any()))),
+        "assumed": list(_assumed(model, job, cluster, bool((result.rows(list(shown)).ep > 1).any()))),
         "not_runnable_reasons": not_runnable_reasons(model, job, result.layout(int(result.best[0]))),
         "best": list(shown.values()),
         "why": _why(result, result.limit),
@@ -140,8 +140,9 @@ def _document(
     }
 
 
-def _assumed(job: Job, cluster: Cluster, experts_shared: bool) -> Iterator[str]:
-    """What the numbers rest on: assumptions on the cluster and the experts, and what it means to fit."""
+def _assumed(model: ModelSpec, job: Job, cluster: Cluster, experts_shared: bool) -> Iterator[str]:
+    """What the numbers rest on: assumptions on model, cluster and experts, and what it means to fit."""
+    yield from model.assumed
     yield f"precision={job.precision}"
     yield from cluster.assumed
     if experts_shared and job.expert_capacity:

@@ -1,54 +1,9 @@
 """Hugging Face's names of a model's modules, by family, in the order of ``named_parameters``."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from shardwright.model import ModelSpec
-
-Matrices = tuple[tuple[str, str], ...]
-"""Kind of a matrix (a key of plan/params.py's table of shapes) and its name."""
-
-
-@dataclass(frozen=True)
-class Naming:
-    """Names and order of modules. A block is ``stem``.<layer>; other names are relative to their parent.
-
-    ``order`` lists the parts of a block, each "norm" being the next of ``norms`` and "norms" all that remain.
-    """
-
-    stem: str = "model.layers"
-    embedding: str = "model.embed_tokens"
-    position: str = ""
-    project_in: str = ""
-    project_out: str = ""
-    final_norm: str = "model.norm"
-    order: tuple[str, ...] = ("attention", "feed_forward", "norms")
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    parallel_norms: tuple[str, ...] = ()  # two norms of a parallel block, if it calls them otherwise
-    shared_norm: str = "input_layernorm"
-    attention: str = "self_attn."
-    attention_matrices: Matrices = (
-        ("query", "q_proj"),
-        ("key", "k_proj"),
-        ("value", "v_proj"),
-        ("out", "o_proj"),
-    )
-    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
-    norm_module_per_head: bool = False
-    feed_forward: str = "mlp."
-    matrices: Matrices = (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj"))
-    transposed: bool = False  # Conv1D: a weight's rows are its inputs
-    moe_order: tuple[str, ...] = ("experts", "router", "shared", "shared_gate")
-    router: str = "gate"
-    shared: str = "shared_experts"
-    transposed_experts: bool = False
-
-    def block_norms(self, model: ModelSpec) -> tuple[str, ...]:
-        """Names of a block's norms, in order."""
-        if model.shared_norm:
-            return (self.shared_norm,)
-        return self.parallel_norms if model.parallel_block and self.parallel_norms else self.norms
-
+from shardwright.naming import Matrices, Naming
 
 _NARROW_QUERY: Matrices = (
     ("query_down", "q_a_proj"),
@@ -132,12 +87,20 @@ NAMINGS: Mapping[str, Naming] = {
 
 
 def naming(model: ModelSpec) -> Naming:
-    """Names of a model's modules."""
-    return NAMINGS.get(model.model_type, Naming())
+    """Names of a model's modules: its own, or its family's."""
+    return model.naming or NAMINGS.get(model.model_type, Naming())
+
+
+def block_norms(model: ModelSpec) -> tuple[str, ...]:
+    """Names of a block's norms, in order."""
+    names = naming(model)
+    if model.shared_norm:
+        return (names.shared_norm,)
+    return names.parallel_norms if model.parallel_block and names.parallel_norms else names.norms
 
 
 def attention_matrices(model: ModelSpec) -> Matrices:
     """Matrices of a model's attention, and the norms between them that latent attention has."""
-    if model.mla is None:
+    if model.mla is None or model.naming is not None:
         return naming(model).attention_matrices
     return (*(_NARROW_QUERY if model.mla.q_rank else (("query", "q_proj"),)), *_MLA)

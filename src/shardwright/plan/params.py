@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from shardwright.job import Adapters
 from shardwright.model import ModelSpec, Moe
-from shardwright.plan.names import Matrices, Naming, attention_matrices, naming
+from shardwright.naming import Matrices, Naming
+from shardwright.plan.names import attention_matrices, block_norms, naming
 
 Role = Literal[
     "embedding", "position", "norm", "attention", "feed_forward", "router", "expert", "shared_expert", "head",
@@ -164,7 +165,11 @@ def _ends(model: ModelSpec, names: Naming) -> tuple[tuple[Tensor, ...], tuple[Te
     """Tensors before the blocks, and behind them."""
     width = model.embedding_projection or model.hidden
     embedding = Tensor(f"{names.embedding}.weight", (model.vocab, width), "embedding", _splits(tp=0))
-    head = Tensor("lm_head.weight", (model.vocab, width), "head", _splits(tp=0))
+    head = [Tensor(f"{names.head}.weight", (model.vocab, width), "head", _splits(tp=0))]
+    if model.tied_embeddings:
+        head = []
+    if model.head_bias:
+        head.append(Tensor(f"{names.head}.bias", (model.vocab,), "head", _splits(tp=0)))
     first = [] if model.tied_embeddings else [embedding]
     last = [embedding] if model.tied_embeddings else []
     if model.positions == "learned":
@@ -175,7 +180,7 @@ def _ends(model: ModelSpec, names: Naming) -> tuple[tuple[Tensor, ...], tuple[Te
         last.append(Tensor(f"{names.project_out}.weight", (width, model.hidden), "head"))
     if model.final_norm:
         last += _norm(model, names.final_norm, model.hidden)
-    return tuple(first), tuple(last if model.tied_embeddings else [*last, head])
+    return tuple(first), (*last, *head)
 
 
 def _layers_by_shape(model: ModelSpec) -> list[tuple[int, ...]]:
@@ -193,7 +198,7 @@ def _layers_by_shape(model: ModelSpec) -> list[tuple[int, ...]]:
 def _block(model: ModelSpec, layers: tuple[int, ...], adapters: Adapters) -> Unit:
     names = naming(model)
     prefix = f"{names.stem}.{layers[0]}."
-    norms = iter(names.block_norms(model))
+    norms = iter(block_norms(model))
     tensors: list[Tensor] = []
     for part in names.order:
         if part == "norm":
@@ -286,6 +291,8 @@ def _attention(model: ModelSpec, names: Naming, path: str) -> Iterator[Tensor]:
             "projection": (heads * model.head_size,),
         }
         yield Tensor(f"{path}{name}.weight", shapes[model.qk_norm_kind], "norm")
+        if model.qk_norm_bias:
+            yield Tensor(f"{path}{name}.bias", shapes[model.qk_norm_kind], "norm")
 
 
 def _matrices(

@@ -20,6 +20,8 @@ from shardwright.layout import (
 )
 from shardwright.model import preset
 from shardwright.plan.splits import stage_layers
+from shardwright.plan.table import table_of
+from shardwright.plan.tally import runnable_rows
 
 
 def cpus(ranks: int):
@@ -332,3 +334,20 @@ def test_the_runtime_has_the_data_axes(axes):
     assert reason == f"{axis}=2 is only modelled: train with the data axes"
     with pytest.raises(LayoutError, match=rf"^plan is not runnable: {axis}=2 is only modelled"):
         check_runnable(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), layout)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"recompute": "full", "recompute_every": 2}, {"loss_chunks": 8}, {"recompute": "full"}],
+    ids=str,
+)
+def test_choices_of_memory_run(choice):
+    """A search, which masks a table by the same rules, says so too."""
+    layout, model = Layout(**choice), preset("llama-3.1-8b")
+    for precision in ("bf16", "fp8"):
+        job = Job(seq=8192, global_batch=1, precision=precision)
+        assert not_runnable_reasons(model, job, layout) == []
+    assert runnable_rows(table_of([layout], model.layers)).all()
+    offloaded = layout.model_copy(update={"offload": "optimizer"})
+    assert len(not_runnable_reasons(model, job, offloaded)) == 1
+    assert not runnable_rows(table_of([offloaded], model.layers)).any()

@@ -388,6 +388,7 @@ def train(
     steps: opt.FewerSteps = None,
     run_dir: opt.RunFolder = None,
     tensorboard: opt.Tensorboard = False,
+    compile_blocks: opt.Compile = False,
     as_json: opt.JsonOption = False,
 ) -> None:
     """Train with a plan, under torchrun or with local ranks of its own."""
@@ -396,8 +397,9 @@ def train(
     from shardwright.launcher import train_plan
 
     result = train_plan(
-        loaded, data=data, nproc=nproc, steps=steps, run_directory=run_dir, tensorboard=tensorboard
-    )
+        loaded, data=data, nproc=nproc, steps=steps, run_directory=run_dir, tensorboard=tensorboard,
+        compile_blocks=compile_blocks,
+    )  # fmt: skip
     if result is not None:  # rank 0
         _print(result, as_json, terminal.train_report)
 

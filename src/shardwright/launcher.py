@@ -19,6 +19,7 @@ from shardwright.plan.compute import model_flops_per_token
 from shardwright.plan.explain import explanation, plan_of
 from shardwright.plan.finding import find
 from shardwright.planfile import PLAN_FILE, Plan, load_plan, save_plan
+from shardwright.run.compile import BACKEND, check_compile
 from shardwright.run.dataset import TokenDataset, build_dataset
 from shardwright.run.launch import check_world, local_share, run_ranks, torchrun_rank, under_torchrun
 from shardwright.run.meter import MemoryMeter
@@ -43,6 +44,7 @@ def train_plan(
     steps: int | None = None,
     run_directory: Path | None = None,
     tensorboard: bool = False,
+    compile_blocks: bool = False,
 ) -> dict[str, Any] | None:
     """Train with ``plan``; what result.json holds, or None on a rank of torchrun that is not the first.
 
@@ -54,6 +56,8 @@ def train_plan(
     job = plan.job if steps is None else _shortened(plan.job, steps)
     plan = plan_of(plan.model, job, plan.cluster, plan.layout)
     check_runnable(plan.model, plan.job, plan.layout)
+    if compile_blocks:
+        check_compile(plan.layout)
     torchrun = under_torchrun()
     if not torchrun:
         check_world(plan.layout.ranks, plan.layout.ranks if nproc is None else nproc, option="--nproc")
@@ -63,7 +67,7 @@ def train_plan(
         raise MissingExtraError("train", "--tensorboard")
     folder = run_directory or default_run_folder(plan.model.name)
     _check_free(folder, plan)
-    arguments = (plan, dataset, folder, device_type, tensorboard)
+    arguments = (plan, dataset, folder, device_type, tensorboard, BACKEND if compile_blocks else None)
     if torchrun:
         result: dict[str, Any] | None = torchrun_rank(
             _train_rank, plan.layout.ranks, *arguments, device_type=device_type
@@ -145,7 +149,12 @@ def _device_type(plan: Plan, local_ranks: int) -> str:
 
 
 def _train_rank(
-    plan: Plan, dataset: TokenDataset, folder: Path, device_type: str, tensorboard: bool
+    plan: Plan,
+    dataset: TokenDataset,
+    folder: Path,
+    device_type: str,
+    tensorboard: bool,
+    compile_backend: str | None,
 ) -> dict[str, Any] | None:
     """One rank of a run."""
     prediction = plan.prediction
@@ -163,5 +172,6 @@ def _train_rank(
         meter_factory=None if device_type == "cuda" else MemoryMeter,
         plan_text=plan.to_toml(),
         tensorboard=tensorboard,
+        compile_backend=compile_backend,
     )
     return result

@@ -355,12 +355,7 @@ def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str
         ),
         f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'": job.accounting == "fsdp2",
         f"{missing} {verb} only modelled: train with the data axes": not missing,
-        "precision='fp8' is only modelled: train in bf16": job.precision != "fp8",
         f"lora_rank={job.lora_rank} is only modelled: train all parameters": job.lora_rank == 0,
-        f"recompute_every={layout.recompute_every} is only modelled: recompute all layers or none": (
-            layout.recompute_every == 1
-        ),
-        f"loss_chunks={layout.loss_chunks} is only modelled: use 1": layout.loss_chunks == 1,
         f"packing={job.packing!r} is only read, attention does not keep to it yet: use 'windows'": (
             job.packing == "windows"
         ),

@@ -61,6 +61,8 @@ class Plan(NamedTuple):
     precision: str = "bf16"
     optimizer: str = "adamw"
     seq: int = 128
+    every: int = 1
+    parts: int = 1
 
     @property
     def spec(self):
@@ -72,6 +74,7 @@ class Plan(NamedTuple):
         return Layout(
             dp_replicate=self.replicate, dp_shard=self.shard, zero_stage=self.stage, microbatches=self.m,
             micro_batch=self.micro_batch, recompute=self.recompute, kept=kept,
+            recompute_every=self.every, loss_chunks=self.parts,
         )  # fmt: skip
 
     @property
@@ -101,6 +104,10 @@ PLANS = [
     *(Plan(shard=1, stage=0, m=m) for m in (1, 2)),
     *(Plan(stage=stage, recompute=kind) for stage in (1, 3) for kind in ("selective", "full")),
     *(Plan(shard=1, stage=0, m=1, recompute=kind) for kind in ("selective", "full")),
+    Plan(changed(layers=4), stage=1, recompute="full", every=2),
+    *(Plan(stage=stage, parts=4, m=m) for stage in (1, 3) for m in (1, 2)),
+    Plan(changed(vocab=32000), m=1, parts=3),
+    Plan(TIED, m=1, parts=4),
     *(Plan(TIED, stage=stage) for stage in (1, 2, 3)),
     Plan(TIED, m=1, recompute="full"),
     Plan(NORMED, recompute="selective", m=1),

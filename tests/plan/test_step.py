@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from blocks import IDEAL, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaces import EXPERTS, MIXED, rows_of
@@ -16,6 +17,7 @@ from shardwright.model import ModelSpec, preset
 from shardwright.plan.bubble import RankTimes, is_exact
 from shardwright.plan.compute import Work, block_times, model_flops_per_token
 from shardwright.plan.explain import explanation, plan_of
+from shardwright.plan.parts import part_times
 from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.simulate import StageTimes, schedule_graph, simulate
 from shardwright.plan.space import search_space
@@ -259,6 +261,16 @@ def test_neither_offload_nor_parts_of_the_loss_save_time(model, precision):
     optimizer = table.offload & 1 == 1
     assert (host[optimizer] > 0).all()
     assert (found.optimizer[optimizer] == 0).all()
+
+
+def test_a_loss_in_parts_makes_its_logits_twice():
+    """On a device that only multiplies, the head takes 4 products for 3, however many parts there are."""
+    cluster = cluster_of("h100-sxm", 1)
+    cluster = on(cluster, device=on(cluster.device, **IDEAL))
+    layouts = [Layout(loss_chunks=chunks) for chunks in (1, 2, 8)]
+    head = part_times(SPEC, JOB, cluster, table_of(layouts, SPEC.layers)).head
+    assert head.forward == pytest.approx([head.forward[0]] * 3)
+    assert head.backward == pytest.approx([2 * head.forward[0], *[3 * head.forward[0]] * 2])
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-70b"])

@@ -151,10 +151,10 @@ def torch_batches(batches, step, layout, rank):
     return to_device(batches.microbatches(step, layout, rank), "cpu")
 
 
-def parallel_steps(spec, job, layout, batches, divide_factor=1.0):
+def parallel_steps(spec, job, layout, batches, divide_factor=1.0, compile_backend=None):
     """``Found`` of the plan, on each rank; runs under ``run_ranks``."""
     mesh = build_mesh(layout, "cpu")
-    model = parallel_model(spec, job, layout, mesh)
+    model = parallel_model(spec, job, layout, mesh, compile_backend=compile_backend)
     for module in sharded_modules(model) if divide_factor != 1.0 else ():
         module.set_gradient_divide_factor(divide_factor)
     initialise(model, job.seed, torch.device("cpu"))

@@ -268,6 +268,16 @@ def head_times(model: ModelSpec, job: Job, device: Device, work: Work) -> tuple[
     )
 
 
+def logits_again(model: ModelSpec, job: Job, device: Device, work: Work) -> Floats:
+    """What a loss in parts adds to the backward pass of one part [s]: its logits are made once more, and the
+    gradient of the head's matrix is read to be added to. run/chunked_loss.py does so."""
+    products = head_products(model, job, device, work.tokens, work.tp)
+    element = ELEMENT_BYTES[job.precision] / memory_rate(device)
+    vocab = model.vocab / work.tp
+    trained = 0.0 if job.lora_rank else vocab * model.hidden
+    return np.asarray(products.forward + element * (work.tokens * vocab + trained) + 2 * device.launch)
+
+
 HEAD_KERNELS = 5
 """Of the final norm, and of the loss: largest logit, sum, target, mean; an assumption."""
 

@@ -21,6 +21,7 @@ from shardwright.plan.compute import (
     block_times,
     embedding_times,
     head_times,
+    logits_again,
 )
 from shardwright.plan.compute import Work as Computation
 from shardwright.plan.experts import dispatch_time
@@ -195,7 +196,7 @@ def _ends(
     work: Computation,
 ) -> tuple[Part, Part]:
     """Embedding and head: over tp, each passes one vector a token as a block's half does, an all-reduce or
-    with sp a gather and a scatter; and the loss three sums."""
+    with sp a gather and a scatter; and the loss three sums, however many parts it is taken in."""
     vector = ELEMENT_BYTES[job.precision] * model.hidden * work.tokens
     loss = WIDE_BYTES[job.precision] * work.tokens
     split = 2 * collective_time("all_gather", vector, 1, routes["tp"])
@@ -203,7 +204,8 @@ def _ends(
     summed = 3 * collective_time("all_reduce", loss, 1, routes["tp"])
     chunks = table.loss_chunks
     embedding = embedding_times(model, job, device, work)
-    head = [
-        part * chunks for part in head_times(model, job, device, work._replace(tokens=work.tokens / chunks))
-    ]
-    return Part(embedding[0], embedding[1], tp=passed), Part(head[0], head[1], tp=passed + summed)
+    some = work._replace(tokens=work.tokens / chunks)
+    ahead, back = head_times(model, job, device, some)
+    back = back + np.where(chunks > 1, logits_again(model, job, device, some), 0.0)
+    head = Part(chunks * ahead, chunks * back, tp=passed + summed)
+    return Part(embedding[0], embedding[1], tp=passed), head

@@ -14,8 +14,7 @@ from shardwright.plan.table import Floats, LayoutTable
 def runnable_rows(table: LayoutTable) -> NDArray[np.bool_]:
     """Rows that the runtime can execute, as far as the layout decides it."""
     one_axis = (table.pp == 1) & (table.cp == 1) & (table.tp == 1) & (table.ep == 1)
-    plain = (table.recompute_every == 1) & (table.loss_chunks == 1) & (table.offload == 0)
-    return np.asarray(one_axis & plain)
+    return np.asarray(one_axis & (table.offload == 0))
 
 
 @dataclass(frozen=True)

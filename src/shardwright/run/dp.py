@@ -32,8 +32,8 @@ def apply_dp(model: Transformer, mesh: RankMesh, *, zero_stage: int, precision: 
     Raises: LayoutError: a unit would hold most of the model, so that gathering it gathers the model at once.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16" else None,
-        reduce_dtype=torch.float32 if precision == "bf16" else None,
+        param_dtype=torch.bfloat16 if precision in ("bf16", "fp8") else None,
+        reduce_dtype=torch.float32 if precision in ("bf16", "fp8") else None,
         cast_forward_inputs=False,
     )
     placement = None if mesh.experts is None else expert_placement(model, mesh.experts.data)

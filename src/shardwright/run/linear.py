@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Inputs (... x inputs), weight (outputs x inputs) and perhaps a bias to ``x @ weight.T + bias``."""
+
 Join = Callable[[Tensor], Tensor]
 """What tensor parallelism does to activations where its ranks meet; ``same`` without it."""
 
@@ -27,18 +30,20 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """``join(x @ weight.T) + bias``; ``join`` adds up the parts of a product that is split by its inputs."""
+    """``join(x @ weight.T) + bias``; ``join`` adds up the parts of a product that is split by its inputs.
+    run/fp8.py replaces ``product``."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.product: Product = nn.functional.linear
         self.join: Join = same
 
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight)
         if self.bias is None:
-            return self.join(nn.functional.linear(x, weight))
+            return self.join(self.product(x, weight, None))
         if self.join is same:
-            return nn.functional.linear(x, weight, local(self.bias))
-        return self.join(nn.functional.linear(x, weight)) + local(self.bias)
+            return self.product(x, weight, local(self.bias))
+        return self.join(self.product(x, weight, None)) + local(self.bias)

@@ -105,7 +105,7 @@ class MemoryMeter(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._record(func, args)
+            self._record(func, args, out)
         if self.kind == GATHERED and func.is_view:
             return out  # of a storage that is known, or of a backend's own buffer: gloo reduces a copy
         kind = LOGITS if "cross_entropy" in func.__name__ else self.kind
@@ -198,8 +198,8 @@ class MemoryMeter(TorchDispatchMode):
 
     # Collectives
 
-    def _record(self, func, args) -> None:
-        name, payload = _collective(func.__name__.split(".")[0], args)
+    def _record(self, func, args, out) -> None:
+        name, payload = _collective(func.__name__.split(".")[0], (args, out))
         if name is None:
             return
         key = Collective(self.axes.get(_group_name(args), "world"), name)
@@ -227,19 +227,22 @@ def _group_name(args) -> str | None:
     return strings[-1] if strings else None
 
 
-def _collective(op: str, args) -> tuple[str | None, int]:
-    """Our name of a c10d operator and its payload [B]; (None, 0) for waits and barriers."""
-    tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+def _collective(op: str, values) -> tuple[str | None, int]:
+    """Our name of a c10d operator and its payload [B]; (None, 0) for waits and barriers.
+
+    ``values``: arguments and result. A functional collective is not given what it fills, and returns it.
+    """
+    arguments, result = ([t for t in tree_leaves(v) if isinstance(t, torch.Tensor)] for v in values)
     if "allgather" in op or "all_gather" in op:
-        return "all_gather", max(t.nbytes for t in tensors)
+        return "all_gather", max(t.nbytes for t in [*arguments, *result])
     if "reduce_scatter" in op:
-        return "reduce_scatter", max(t.nbytes for t in tensors)
+        return "reduce_scatter", max(t.nbytes for t in arguments)
     if "allreduce" in op or "all_reduce" in op:
-        return "all_reduce", sum(t.nbytes for t in tensors)
+        return "all_reduce", sum(t.nbytes for t in arguments)
     if "alltoall" in op or "all_to_all" in op:
-        return "all_to_all", tensors[-1].nbytes  # what is sent, which need not be as much as what comes
+        return "all_to_all", arguments[-1].nbytes  # what is sent, which need not be as much as what comes
     if "broadcast" in op:
-        return "broadcast", sum(t.nbytes for t in tensors)
+        return "broadcast", sum(t.nbytes for t in arguments)
     return None, 0
 
 

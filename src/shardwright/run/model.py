@@ -150,16 +150,23 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """From the last norm to the loss of a microbatch, or to logits where no targets are given."""
+    """From the last norm to the loss of a microbatch, or to logits where no targets are given.
+
+    ``chunked`` takes the loss without ever making all logits, where the layout asks for parts.
+    """
 
     def __init__(self, inputs: int, vocab: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, inputs))
         self.enter: Join = same
         self.cross_entropy: Callable[[Tensor, Tensor, float], Tensor] = cross_entropy
+        self.chunked: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
 
     def forward(self, x_BSE: Tensor, target_BS: Tensor | None, global_tokens: float) -> Tensor:
-        logits_BSV = nn.functional.linear(self.enter(x_BSE), local(self.weight))
+        x_BSE, weight_VE = self.enter(x_BSE), local(self.weight)
+        if self.chunked is not None and target_BS is not None:
+            return self.chunked(x_BSE, weight_VE, target_BS, global_tokens)
+        logits_BSV = nn.functional.linear(x_BSE, weight_VE)
         if target_BS is None:
             return logits_BSV
         return self.cross_entropy(logits_BSV, target_BS, global_tokens)

@@ -24,6 +24,7 @@ from shardwright.run.dp import PRECISION_DTYPE
 from shardwright.run.kernels import wide
 from shardwright.run.linear import local
 from shardwright.run.model import Microbatch, Part, Stages
+from shardwright.run.recompute import weight_pass
 
 Border = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of what passes between stages."""
@@ -52,6 +53,15 @@ def border(layout: Layout, job: Job, model: ModelSpec) -> Border:
     return (layout.micro_batch, seq, model.hidden), PRECISION_DTYPE[job.precision]
 
 
+class Stage(PipelineStage):
+    """A stage whose blocks are recomputed once in each of the two backward passes of a zero-bubble step."""
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Gradients of the weights of one microbatch."""
+        with weight_pass():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
 class Pipeline:
     """Runs all microbatches of a step through the stages of this rank and its neighbours."""
 
@@ -65,7 +75,7 @@ class Pipeline:
         between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, dtype=wide(dtype), device="meta", requires_grad=True)
         self.parts = [
-            PipelineStage(
+            Stage(
                 stage,
                 number,
                 last + 1,

@@ -13,17 +13,20 @@ from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.run.activation_offload import apply_activation_offload
+from shardwright.run.chunked_loss import apply_chunked_loss
+from shardwright.run.compile import apply_compile
 from shardwright.run.cp import apply_cp, positions, slice_sequence
 from shardwright.run.dp import apply_dp, parameter_dtype, set_microbatch_schedule
 from shardwright.run.ep import apply_ep
 from shardwright.run.expert_load import apply_balance, expert_load, routers, update_router_bias
+from shardwright.run.fp8 import apply_fp8
 from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Microbatch, Stages, build_model
 from shardwright.run.norm import clip_gradients, gradient_norm
 from shardwright.run.optim import build_optimizer, learning_rate, set_learning_rate
 from shardwright.run.pp import Pipeline, stage_parts, sum_tied, tied_copies
-from shardwright.run.recompute import apply_recompute
+from shardwright.run.recompute import apply_recompute, passes_of
 from shardwright.run.tp import apply_tp, sum_shares
 
 
@@ -46,8 +49,12 @@ class StepResult:
     experts: ExpertUse | None = None
 
 
-def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) -> Stages:
-    """What of a plan's model this rank has, split as the layout says, still without storage."""
+def parallel_model(
+    spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh, *, compile_backend: str | None = None
+) -> Stages:
+    """What of a plan's model this rank has, split as the layout says, still without storage; its blocks
+    compiled by ``compile_backend``, where there is one."""
+    passes = passes_of(layout.schedule)
     stages = []
     place = positions(job.seq, layout.cp, mesh["cp"].get_local_rank(), layout.cp_kind).to(mesh.device_type)
     for _, part in stage_parts(layout, spec, mesh["pp"].get_local_rank()):
@@ -58,10 +65,15 @@ def parallel_model(spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh) ->
             apply_ep(stage, mesh.experts)
         if layout.cp > 1:
             apply_cp(stage, mesh["cp"], layout.cp_kind)
+        apply_chunked_loss(stage, layout.loss_chunks)
         apply_balance(stage, job.router_aux_weight, job.global_batch, sequence_groups(layout, mesh))
-        apply_recompute(stage, layout.recompute, layout.kept)
+        if job.precision == "fp8":
+            apply_fp8(stage)
+        apply_recompute(stage, layout.recompute, layout.kept, every=layout.recompute_every, passes=passes)
         if "activations" in layout.offload:
             apply_activation_offload(stage.model.layers.values())
+        if compile_backend is not None:
+            apply_compile(stage, compile_backend, passes=passes)
         apply_dp(stage, mesh, zero_stage=layout.zero_stage, precision=job.precision)
         stages.append(stage)
     return Stages(stages)

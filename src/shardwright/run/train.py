@@ -22,6 +22,7 @@ from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.run.dataset import Batches, Sample
 from shardwright.run.dp import reshard
+from shardwright.run.fp8 import check_fp8
 from shardwright.run.init import initialise
 from shardwright.run.mesh import RankMesh, build_mesh
 from shardwright.run.model import Stages
@@ -54,23 +55,26 @@ def train(
     meter_factory: MeterFactory | None = None,
     plan_text: str = "",
     tensorboard: bool = False,
+    compile_backend: str | None = None,
     after_step: Callable[[StepRecord], None] | None = None,
 ) -> dict[str, Any] | None:
     """Train on this rank with all others; rank 0 returns what result.json holds, the others None.
 
     ``step_flops`` [FLOP] of the whole model and global batch, and ``peak_flops_per_s`` of one device: with
     both, MFU is known. ``meter_factory`` measures memory around one step where the device does not itself
-    (CPU). ``plan_text`` is kept in the folder as plan.toml. ``after_step`` is called on every rank. On SIGINT
-    or SIGTERM every rank ends after the same step.
+    (CPU). ``plan_text`` is kept in the folder as plan.toml. ``compile_backend``, a name that
+    ``torch.compile`` knows, compiles blocks. ``after_step`` is called on every rank. On SIGINT or SIGTERM
+    every rank ends after the same step.
 
     Raises: PlanFileError: the folder already holds a run. RunFailedError: loss or gradients are not finite.
+    LayoutError: fp8 on a device without.
     """
     record = (
         Record(run_directory, job, layout, plan_text, tensorboard)
         if _agree_on_folder(run_directory, tensorboard)
         else None
     )
-    stepper, device = _build_stepper(spec, job, layout, device_type)
+    stepper, device = _build_stepper(spec, job, layout, device_type, compile_backend)
     memory = MemoryGauge(stepper, device, meter_factory)
     peak_time = step_flops / (peak_flops_per_s * layout.ranks) if step_flops and peak_flops_per_s else None
     result = None
@@ -99,7 +103,7 @@ def train(
 
 
 def _build_stepper(
-    spec: ModelSpec, job: Job, layout: Layout, device_type: str
+    spec: ModelSpec, job: Job, layout: Layout, device_type: str, compile_backend: str | None
 ) -> tuple[Stepper, torch.device]:
     """The model of this rank with its initial weights, ready to step, and the device it is on."""
     device = (
@@ -107,8 +111,10 @@ def _build_stepper(
         if device_type == "cuda"
         else torch.device("cpu")
     )
+    if job.precision == "fp8":
+        check_fp8(device)
     mesh = build_mesh(layout, device_type)
-    model = parallel_model(spec, job, layout, mesh)
+    model = parallel_model(spec, job, layout, mesh, compile_backend=compile_backend)
     initialise(model, job.seed, device)
     return Stepper(model, job, layout, mesh), device
 

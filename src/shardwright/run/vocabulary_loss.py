@@ -16,20 +16,21 @@ from shardwright.run.loss import MASKED
 
 
 @torch.library.custom_op("shardwright::largest_cross_entropy", mutates_args=())
-def _largest(logits_NV: Tensor) -> Tensor:
+def largest_logit(logits_NV: Tensor) -> Tensor:
+    """Of each token, in a wide type; minus infinity where this rank has none."""
     dtype = wide(logits_NV.dtype)
     if logits_NV.shape[1] == 0:
         return logits_NV.new_full((logits_NV.shape[0],), -torch.inf, dtype=dtype)
     return logits_NV.amax(dim=1).to(dtype, copy=True)
 
 
-@_largest.register_fake
+@largest_logit.register_fake
 def _(logits_NV):
     return logits_NV.new_empty(logits_NV.shape[0], dtype=wide(logits_NV.dtype))
 
 
 @torch.library.custom_op("shardwright::parts_cross_entropy", mutates_args=())
-def _parts(logits_NV: Tensor, largest_N: Tensor, row_N: Tensor) -> tuple[Tensor, Tensor]:
+def parts_of_sum(logits_NV: Tensor, largest_N: Tensor, row_N: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of exponentials, and the target's logit where this rank has it (``row_N`` is -1 elsewhere)."""
     total_N, picked_N = torch.zeros_like(largest_N), torch.zeros_like(largest_N)
     for rows in row_slices(logits_NV.shape[0], logits_NV.shape[1] * largest_N.element_size()):
@@ -41,13 +42,14 @@ def _parts(logits_NV: Tensor, largest_N: Tensor, row_N: Tensor) -> tuple[Tensor,
     return total_N, picked_N
 
 
-@_parts.register_fake
+@parts_of_sum.register_fake
 def _(logits_NV, largest_N, row_N):
     return torch.empty_like(largest_N), torch.empty_like(largest_N)
 
 
 @torch.library.custom_op("shardwright::vocabulary_cross_entropy_backward_", mutates_args=("logits_NV",))
-def _backward_(logits_NV: Tensor, lse_N: Tensor, row_N: Tensor, scale_N: Tensor) -> None:
+def logits_to_gradient_(logits_NV: Tensor, lse_N: Tensor, row_N: Tensor, scale_N: Tensor) -> None:
+    """Overwrite logits with the gradient of each token's loss, times its scale."""
     for rows in row_slices(logits_NV.shape[0], logits_NV.shape[1] * lse_N.element_size()):
         grad = (logits_NV[rows].to(lse_N.dtype) - lse_N[rows, None]).exp_()
         if grad.shape[1]:
@@ -57,7 +59,7 @@ def _backward_(logits_NV: Tensor, lse_N: Tensor, row_N: Tensor, scale_N: Tensor)
         logits_NV[rows] = grad.to(logits_NV.dtype)
 
 
-@_backward_.register_fake
+@logits_to_gradient_.register_fake
 def _(logits_NV, lse_N, row_N, scale_N):
     return None
 
@@ -67,11 +69,11 @@ class VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_NV: Tensor, target_N: Tensor, first_row: int, group: dist.ProcessGroup) -> Tensor:
-        largest_N = _largest(logits_NV)
+        largest_N = largest_logit(logits_NV)
         dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
         row_N = target_N - first_row
         row_N.masked_fill_((row_N < 0) | (row_N >= logits_NV.shape[1]), -1)
-        total_N, picked_N = _parts(logits_NV, largest_N, row_N)
+        total_N, picked_N = parts_of_sum(logits_NV, largest_N, row_N)
         dist.all_reduce(total_N, group=group)
         dist.all_reduce(picked_N, group=group)
         lse_N = total_N.log_().add_(largest_N)
@@ -83,7 +85,7 @@ class VocabularyCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, scale: Tensor):
         logits_NV, lse_N, row_N, counts_N = ctx.saved_tensors
-        _backward_(logits_NV, lse_N, row_N, counts_N * scale)
+        logits_to_gradient_(logits_NV, lse_N, row_N, counts_N * scale)
         return logits_NV, None, None, None
 
 

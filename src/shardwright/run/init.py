@@ -31,8 +31,12 @@ def initialise(model: Stages | Transformer, seed: int, device: torch.device) -> 
     initialise_bias(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            tied = model.spec.tied_embeddings and name == HEAD_WEIGHT  # a last stage's own copy
-            fill(parameter, EMBEDDING_WEIGHT if tied else name, model.spec, seed)
+            fill(parameter, table_name(name, model.spec), model.spec, seed)
+
+
+def table_name(name: str, spec: ModelSpec) -> str:
+    """Name in the parameter table: a last stage has a copy of a tied matrix, which the table has once."""
+    return EMBEDDING_WEIGHT if spec.tied_embeddings and name == HEAD_WEIGHT else name
 
 
 def fill(parameter: Tensor, name: str, spec: ModelSpec, seed: int) -> None:

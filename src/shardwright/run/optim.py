@@ -13,6 +13,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import is_decayed, is_orthogonalised
 from shardwright.plan.params import Tensor, parameter_table
 from shardwright.run.adafactor import Adafactor
+from shardwright.run.init import table_name
 from shardwright.run.muon import Muon
 from shardwright.run.offload import OffloadedOptimizer
 from shardwright.run.quantised import build_adamw_8bit
@@ -63,7 +64,7 @@ def _groups(parameters: list[Named], spec: ModelSpec, job: Job) -> Groups:
     table = {tensor.name: tensor for tensor in parameter_table(spec, job.adapters).tensors()}
     found: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters:
-        tensor = _row(table, name)
+        tensor = _row(table, table_name(name, spec))
         orthogonal = job.optimizer == "muon" and is_orthogonalised(tensor)
         found.setdefault((is_decayed(tensor), orthogonal), []).append(parameter)
     return [

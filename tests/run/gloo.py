@@ -14,8 +14,8 @@ from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import Llama3Rope, ModelSpec, Moe
 from shardwright.run.dataset import MASKED, Sample, sample_indices, stack_samples
 from shardwright.run.dp import sharded_modules
-from shardwright.run.expert_load import apply_balance, expert_load, update_router_bias
-from shardwright.run.init import initialise
+from shardwright.run.expert_load import apply_balance, expert_load, routers, update_router_bias
+from shardwright.run.init import initialise, table_name
 from shardwright.run.mesh import build_mesh
 from shardwright.run.model import Transformer
 from shardwright.run.optim import learning_rate
@@ -28,6 +28,16 @@ STEPS = 3
 BASE = ModelSpec(
     name="tiny", model_type="llama", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_size=16, vocab=64
 )
+
+
+TO_ONE = "all tokens to one expert"
+
+
+def start(model, spec, seed):
+    """Initial weights; in one model correction biases that send every token to one expert."""
+    initialise(model, seed, torch.device("cpu"))
+    for router in routers(model) if spec.name == TO_ONE else ():
+        router.bias[1] = 100.0
 
 
 def with_experts(model_type, layers=2, experts=8, top_k=2, **moe):
@@ -51,6 +61,9 @@ MODELS = {
     "experts": with_experts("qwen3_moe", top_k=2, normalise=True).model_copy(update={"qk_norm": True}),
     "shared_experts": with_experts("qwen2_moe", top_k=3, shared_ffn=12, shared_gate=True, normalise=False),
     "idle_experts": with_experts("mixtral", experts=32, top_k=1, normalise=False),
+    "one_expert": with_experts(
+        "glm4_moe", experts=4, top_k=1, score="sigmoid", normalise=False, correction_bias=True
+    ).model_copy(update={"name": TO_ONE}),
     "deep_experts": with_experts("qwen3_moe", layers=4),
     "windowed": BASE.model_copy(update={"model_type": "mistral", "sliding_window": 7}),
     "llama3_rope": BASE.model_copy(
@@ -123,6 +136,7 @@ def job_of(global_batch, precision="fp64", optimizer="adamw", **others):
 
 def whole(tensor):
     """The whole of a tensor that may be sharded, as an array of fp64."""
+    assert tensor is not None, "there is no gradient"
     if isinstance(tensor, DTensor):
         tensor = split_halves(tensor) if any(map(halves, tensor.placements)) else tensor.full_tensor()
     return tensor.detach().double().numpy().copy()
@@ -157,11 +171,11 @@ def parallel_steps(spec, job, layout, batches, divide_factor=1.0, compile_backen
     model = parallel_model(spec, job, layout, mesh, compile_backend=compile_backend)
     for module in sharded_modules(model) if divide_factor != 1.0 else ():
         module.set_gradient_divide_factor(divide_factor)
-    initialise(model, job.seed, torch.device("cpu"))
+    start(model, spec, job.seed)
     stepper = Stepper(model, job, layout, mesh)
     rank = mesh.data.get_local_rank()
     stepper.backward(torch_batches(batches, 0, layout, rank))
-    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    gradients = by_name(spec, ((name, whole(parameter.grad)) for name, parameter in model.named_parameters()))
     first_norm = stepper.norm()
     stepper.optimizer.zero_grad(set_to_none=True)
     steps = [stepper.step(index, torch_batches(batches, index, layout, rank)) for index in range(STEPS)]
@@ -170,15 +184,23 @@ def parallel_steps(spec, job, layout, batches, divide_factor=1.0, compile_backen
         gradients,
         [step.loss for step in steps],
         [step.gradient_norm for step in steps],
-        {name: whole(parameter) for name, parameter in model.named_parameters()},
+        by_name(spec, ((name, whole(parameter)) for name, parameter in model.named_parameters())),
     )
+
+
+def by_name(spec, values):
+    """Values of parameters by their names in the table; both copies of a tied matrix must be the same."""
+    found = {}
+    for name, value in values:
+        assert (found.setdefault(table_name(name, spec), value) == value).all(), f"ranks differ in {name}"
+    return found
 
 
 @functools.cache
 def plain_steps(spec, job, batches):
     """``Found`` of one process in plain PyTorch: nothing of ours but the model and its first weights."""
     model = Transformer(spec).to(torch.float64 if job.precision == "fp64" else torch.float32)
-    initialise(model, job.seed, torch.device("cpu"))
+    start(model, spec, job.seed)
     apply_balance(model, job.router_aux_weight, job.global_batch)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": job.weight_decay},

@@ -98,7 +98,9 @@ def found_by_ranks(row: Row, precision: str = "fp64") -> Found:
     every = run_ranks(
         parallel_steps, row.layout.ranks, spec, job, row.layout, batches, timeout_s=RANK_TIMEOUT_S
     )
-    assert all(other.losses == every[0].losses and other.norms == every[0].norms for other in every)
+    for other in every:
+        assert other.losses == every[0].losses, "ranks differ in their losses"
+        assert other.norms == every[0].norms, "ranks differ in their norms"
     return joined(every)
 
 
@@ -165,6 +167,14 @@ DATA_ROWS = [
     row(dp_shard=2, zero_stage=2, microbatches=3, micro_batch=1),
 ]
 
+CHUNKED_ROWS = [  # the loss in parts, whose logits are made twice
+    row(loss_chunks=3, microbatches=3),
+    *(row(loss_chunks=3, **data) for data in (ONE, SHARD, {"dp_replicate": 2})),
+    row("tied", loss_chunks=4, **HSDP),
+    *(row("uneven_vocab", loss_chunks=3, tp=2, sp=sp) for sp in (False, True)),
+    row(loss_chunks=3, cp=2, cp_kind="ring", recompute="full"),
+]
+
 TP_MODELS = ("base", "tied", "qk_norm", "bias", "uneven_vocab", "llama3_rope")
 TP_ROWS = [
     *(row(name, tp=2, sp=sp) for name in TP_MODELS for sp in (False, True)),
@@ -228,6 +238,7 @@ CONTEXT_ROWS = [
     row("deep", **RING, pp=2, **ONE_BY_ONE),
     row("deep", cp=2, cp_kind="all_gather", pp=2, **ZBV, packed=True),
     row("deep", cp=2, cp_kind="ulysses", pp=2, **DUAL),
+    row("deep", **RING, pp=2, **ZB),
     row("deep", **RING, pp=2, **ONE_BY_ONE, tp=2, sp=True, packed=True),
     row("deep", **RING, pp=2, **ZBV, tp=2, sp=True, recompute="full"),
     row("deep", cp=2, cp_kind="ulysses", pp=2, **SCHEDULES[3], **ONE),
@@ -254,10 +265,13 @@ EXPERT_ROWS = [
     row("shared_experts", ep=2, etp=2, tp=2, sp=True, **SHARD),
     *(row("deep_experts", pp=2, **schedule, ep=2, **ONE) for schedule in (ONE_BY_ONE, ZBV, DUAL)),
     row("deep_experts", pp=2, **ZBV, ep=2, tp=2, sp=True),
+    row("one_expert", ep=4, dp_shard=4),  # all tokens to one of them
+    row("one_expert", ep=2, tp=2, sp=True),
+    row("deep_experts", pp=2, **ZB, ep=2, **ONE),
     row("deep_experts", pp=2, **ONE_BY_ONE, ep=2, tp=2, sp=True, recompute="full", **ONE),
 ]
 
 ALL_DENSE_AXES = row("deep", pp=2, **ONE_BY_ONE, tp=2, sp=True, **RING, **ONE)
 """On 16 ranks."""
 
-ROWS = [*DATA_ROWS, *TP_ROWS, *PP_ROWS, *CONTEXT_ROWS, *EXPERT_ROWS, ALL_DENSE_AXES]
+ROWS = [*DATA_ROWS, *CHUNKED_ROWS, *TP_ROWS, *PP_ROWS, *CONTEXT_ROWS, *EXPERT_ROWS, ALL_DENSE_AXES]

@@ -20,7 +20,7 @@ from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan import holdings, memory, moments, traffic
-from shardwright.plan.activations import block_activations
+from shardwright.plan.activations import activations_of
 from shardwright.plan.params import EMBEDDING, HEAD
 from shardwright.plan.shards import UnitElements, weighted_elements
 from shardwright.plan.table import table_of
@@ -249,8 +249,12 @@ def saved_twice(name):
     """Blocks that keep one tensor twice."""
 
     def activations(*args):
-        block = block_activations(*args)
-        return dataclasses.replace(block, saved={**block.saved, "again": block.saved[name]})
+        found = activations_of(*args)
+        kinds = [
+            dataclasses.replace(block, saved={**block.saved, "again": block.saved[name]})
+            for block in found.kinds
+        ]
+        return found._replace(kinds=kinds, saved=np.array([block.saved_bytes for block in kinds]))
 
     return activations
 
@@ -264,7 +268,7 @@ STATE = {"parameters", "gradients", "optimizer"}
 NARROW = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 BROKEN_LEDGERS = {
-    "tensor saved twice": (Plan(m=1), holdings, "block_activations", saved_twice("input"), {"peak"}),
+    "tensor saved twice": (Plan(m=1), holdings, "activations_of", saved_twice("input"), {"peak"}),
     "embedding has no state": (Plan(m=1), memory, "weighted_elements", none_of(EMBEDDING), STATE | {"peak"}),
     "embedding is not sent": (Plan(m=1), traffic, "unit_elements", sent_without(EMBEDDING), {GATHER, REDUCE}),
     "head gathered twice": (Plan(m=1), traffic, "unit_copies", head_twice, {GATHER}),

@@ -52,8 +52,8 @@ class LatentBlock(nn.Module):
         self.attention, self.mlp = Latent(spec, MLA), MLP(spec)
         self.norms = nn.ModuleList(RMSNorm(spec.hidden, spec.norm_eps) for _ in range(2))
 
-    def forward(self, x, cos, sin):
-        x = x + self.attention(self.norms[0](x), cos, sin)
+    def forward(self, x, places):
+        x = x + self.attention(self.norms[0](x), places.cos_SD, places.sin_SD)
         return x + self.mlp(self.norms[1](x))
 
 
@@ -72,8 +72,9 @@ def test_saved_tensors_of_latent_attention():
     """Term by term, for each token: narrow vectors before and after their norms, plain keys with the values
     (one storage), queries, keys, the output and a statistic of each norm and head."""
     block = LatentBlock(SPEC)
-    tables, x = inputs_of(block, SPEC, MLA.rope_size)
-    measured = saved_bytes(nn.ParameterList([*block.parameters(), *tables]), lambda: block(x, *tables))
+    places, x = inputs_of(block, SPEC, MLA.rope_size)
+    kept = nn.ParameterList([*block.parameters(), places.cos_SD, places.sin_SD])
+    measured = saved_bytes(kept, lambda: block(x, places))
     saved = dict(block_activations(SPEC, JOB, "none").saved)
     assert measured == BATCH * SEQ * sum(saved.values())
     feed_forward = {"middle": 32, "norm2": 32, "rstd2": 1, "gate": 200, "up": 200, "product": 200}

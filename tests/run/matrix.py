@@ -224,7 +224,7 @@ KINDS = ("ring", "all_gather", "ulysses")
 RING = {"cp": 2, "cp_kind": "ring"}
 CONTEXT_ROWS = [
     *(row(cp=2, cp_kind=kind) for kind in KINDS),
-    *(row(cp=2, cp_kind=kind, zero_stage=stage) for kind, stage in zip(KINDS, (1, 2, 3), strict=True)),
+    *(row(cp=2, cp_kind=kind, zero_stage=stage) for kind, stage in zip(KINDS, (1, 2, 2), strict=True)),
     *(row(cp=4, cp_kind=kind) for kind in KINDS),  # for Ulysses more ranks than key/value heads
     *(row(cp=2, cp_kind=kind, packed=True) for kind in KINDS),
     row(packed=True, **SHARD),
@@ -249,7 +249,6 @@ EXPERT_ROWS = [
     row("experts", **RING, ep=4, tp=2, sp=True),
     row("deep_experts", pp=2, **ONE_BY_ONE, tp=2, sp=True, **RING, ep=4),
     row("deep_experts", pp=2, **ZBV, tp=2, sp=True, **RING, ep=2, recompute="full"),
-    row("experts", **SHARD),
     row("shared_experts", dp_replicate=2),
     *(row(name, ep=2, **SHARD) for name in ("experts", "shared_experts")),
     row("experts", ep=4, dp_shard=4),

@@ -3,10 +3,15 @@
 plan/block_steps.py writes the block's operations, plan/tape.py plays them.
 """
 
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.job import Job
-from shardwright.layout import Recompute
+from shardwright.layout import RECOMPUTE_KINDS, Recompute
 from shardwright.model import ModelSpec
 from shardwright.plan.block_ops import ELEMENT_BYTES, WIDE_BYTES, Rank, Split
 from shardwright.plan.block_steps import Kind, block_steps
@@ -20,7 +25,6 @@ __all__ = [
 WHOLE = Split()
 
 
-@cache
 def block_activations(
     model: ModelSpec, job: Job, recompute: Recompute, split: Split = WHOLE, kind: Kind = "dense"
 ) -> BlockActivations:
@@ -31,16 +35,41 @@ def block_activations(
     In families whose layers differ in window or rotation only, every layer keeps the same.
     """
     assert kind == "dense" or model.moe, f"model {model.name} has no experts"
-    if split != _that_matters(split, kind):
-        return block_activations(model, job, recompute, _that_matters(split, kind), kind)
+    return _activations(model, job, _that_matters(split, kind), kind)[recompute]
+
+
+@cache
+def _activations(
+    model: ModelSpec, job: Job, split: Split, kind: Kind
+) -> Mapping[Recompute, BlockActivations]:
     rank = Rank(model, job, split)
-    return played(block_steps(rank, kind), {"input": rank.residual}, recompute)
+    return played(block_steps(rank, kind), {"input": rank.residual})
 
 
 def _that_matters(split: Split, kind: Kind) -> Split:
     """The split without degrees that change nothing, so that a search plays each block once."""
     cp = split.cp if split.cp_kind in ("all_gather", "ulysses") else 1
     return split._replace(cp=cp) if kind == "experts" else split._replace(cp=cp, ep=1, etp=1)
+
+
+class BlockWays(NamedTuple):
+    """A block split and recomputed in several ways: each, and of each as columns its moments, three amounts
+    each, the last repeated where others have more, and what it keeps for each token."""
+
+    kinds: tuple[BlockActivations, ...]
+    moments: NDArray[np.float64]
+    saved: NDArray[np.float64]
+
+
+@lru_cache(maxsize=256)
+def activations_of(model: ModelSpec, job: Job, splits: tuple[Split, ...], kind: Kind = "dense") -> BlockWays:
+    """Of every split, every kind of recomputation."""
+    found = (_activations(model, job, _that_matters(split, kind), kind) for split in splits)
+    kinds = tuple(ways[recompute] for ways in found for recompute in RECOMPUTE_KINDS)
+    count = max(len(each.moments) for each in kinds)
+    padded = [each.moments + each.moments[-1:] * (count - len(each.moments)) for each in kinds]
+    moments = np.array([[moment[1:] for moment in each] for each in padded])
+    return BlockWays(kinds, moments, np.array([each.saved_bytes for each in kinds]))
 
 
 def rotary_table_bytes(model: ModelSpec, seq: int, precision: str) -> float:

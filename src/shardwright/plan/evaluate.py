@@ -15,13 +15,13 @@ from shardwright.job import Job
 from shardwright.layout import RECOMPUTE_KINDS
 from shardwright.model import ModelSpec
 from shardwright.plan.collectives import Route
-from shardwright.plan.memory import beside_allocated, highest, rank_states, reserved_terms
+from shardwright.plan.memory import RankStates, beside_allocated, highest, rank_states, reserved_terms
 from shardwright.plan.moments import PeakTerm
 from shardwright.plan.parts import Part, Parts, part_times
 from shardwright.plan.placement import routes_of
 from shardwright.plan.space import BATCH, INNER, MEMORY, PIPE, Grid
-from shardwright.plan.step import inside_time, least_time, outside_time
-from shardwright.plan.table import Floats, added
+from shardwright.plan.step import busy_time, inside_time, least_time, outside_time
+from shardwright.plan.table import Floats, added, part_along
 
 BLOCK_ROWS = 65_536
 """Layouts summed at once: above it arrays fall out of the caches, below it numpy's calls dominate."""
@@ -48,6 +48,7 @@ class Timed(NamedTuple):
     routes: Mapping[str, Route]
     parts: Parts
     places: tuple[NDArray[np.intp], ...]  # along every axis, of the grid it is what is left of
+    ranks: RankStates | None = None  # worked out once memory is asked for
 
     def floors(self) -> list[Floats]:
         """The fastest step at each place of every axis, or less."""
@@ -58,11 +59,12 @@ class Timed(NamedTuple):
         """The part that some places of one axis make up."""
         return Timed(
             self.grid.along(axis, index),
-            _along(self.inside, axis, index),
-            _along(self.outside, axis, index),
+            part_along(self.inside, axis, index),
+            part_along(self.outside, axis, index),
             {name: route.along(axis, index) for name, route in self.routes.items()},
             _parts_along(self.parts, axis, index),
             (*self.places[:axis], self.places[axis][index], *self.places[axis + 1 :]),
+            None if self.ranks is None else self.ranks.along(axis, index),
         )
 
     def pruned(self, below: float) -> "Timed | None":
@@ -78,14 +80,30 @@ class Timed(NamedTuple):
 
 
 def least(
-    model: ModelSpec, job: Job, cluster: Cluster, grid: Grid, routes: Mapping[str, Route] | None = None
+    model: ModelSpec,
+    job: Job,
+    cluster: Cluster,
+    grid: Grid,
+    routes: Mapping[str, Route] | None = None,
+    ranks: RankStates | None = None,
 ) -> Timed:
-    """A grid with what every layout takes at least; ``routes`` of all its axes if at hand."""
+    """A grid with what every layout takes at least; ``routes`` of all its axes, ``ranks`` if at hand."""
     routes = routes or routes_of(cluster, grid.table)
     parts = part_times(model, job, cluster, grid.table, routes)
     time = least_time(model, grid.table, parts)
     places = tuple(np.arange(n) for n in grid.table.shape)
-    return Timed(grid, time, np.where(grid.valid, 0.0, np.inf), routes, parts, places)
+    return Timed(grid, time, np.where(grid.valid, 0.0, np.inf), routes, parts, places, ranks)
+
+
+def with_ranks(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Timed:
+    """The same with what of its memory depends on how the model is shared out alone."""
+    ranks = grid.ranks or rank_states(model, job, cluster.device, grid.grid.table)
+    return grid._replace(ranks=ranks)
+
+
+def without_idle_time(model: ModelSpec, grid: Timed) -> Timed:
+    """The same with what the busiest rank of each layout takes for all microbatches."""
+    return grid._replace(inside=busy_time(model, grid.grid.table, grid.parts))
 
 
 def of_microbatches(model: ModelSpec, job: Job, grid: Timed) -> Timed:
@@ -110,7 +128,7 @@ def evaluate(
     ``below`` seconds are left out."""
     grid = timed.grid
     shape = grid.table.shape
-    ranks = rank_states(model, job, grid.table)
+    ranks = with_ranks(model, job, cluster, timed).ranks
     terms = reserved_terms(model, job, cluster.device, grid.table, ranks)
     besides = beside_allocated(model, job, cluster.device, grid.table, ranks)
     beside = [np.where(grid.valid, besides, -np.inf)]
@@ -118,15 +136,15 @@ def evaluate(
         beside.append(np.where(grid.shared & grid.ordered, 0.0, -np.inf))
     scale = 1 + cluster.device.allocator_margin
     for axis, index in _blocks(shape):
-        seconds = _along(timed.inside, axis, index) + _along(timed.outside, axis, index)
+        seconds = part_along(timed.inside, axis, index) + part_along(timed.outside, axis, index)
         if seconds.min() >= below:
             continue
         block = grid.along(axis, index)
-        cut = [PeakTerm(*(_along(part, axis, index) for part in term)) for term in terms]
+        cut = [PeakTerm(*(part_along(part, axis, index) for part in term)) for term in terms]
         device = highest(cut, block.table.shape)
         device *= scale
         for part in beside:
-            device += _along(part, axis, index)
+            device += part_along(part, axis, index)
         yield Evaluated(block, device, np.broadcast_to(seconds, device.shape))
 
 
@@ -136,8 +154,9 @@ def least_memory(model: ModelSpec, job: Job, cluster: Cluster, timed: Timed) -> 
     table = timed.grid.table
     full = (table.recompute == RECOMPUTE_KINDS.index("full")) & (table.recompute_every == 1)
     kept = np.flatnonzero(full) if full.any() else np.arange(table.shape[MEMORY])
-    grid = timed.grid.along(MEMORY, kept).along(BATCH, np.array([0]))
-    ranks = rank_states(model, job, grid.table)
+    smallest = np.array([0])
+    grid = timed.grid.along(MEMORY, kept).along(BATCH, smallest)
+    ranks = timed.ranks.along(BATCH, smallest) if timed.ranks is not None else None
     device = highest(reserved_terms(model, job, cluster.device, grid.table, ranks), grid.table.shape)
     device *= 1 + cluster.device.allocator_margin
     device += beside_allocated(model, job, cluster.device, grid.table, ranks)
@@ -150,22 +169,19 @@ def _floors(part: Floats) -> list[Floats]:
 
     By halves of the axes: the whole array is only gone through twice.
     """
+    floors: dict[int, Floats] = {}
 
-    def least_along(values: Floats, axes: tuple[int, ...]) -> list[Floats]:
-        if len(axes) == 1:
-            return [values.reshape(-1)]
+    def leastpart_along(values: Floats, axes: tuple[int, ...]) -> None:
+        if len(axes) <= 1:
+            floors.update(dict.fromkeys(axes, values.reshape(-1)))
+            return
         half = len(axes) // 2
-        return [
-            floor
-            for mine, others in ((axes[:half], axes[half:]), (axes[half:], axes[:half]))
-            for floor in least_along(values.min(axis=others, keepdims=True), mine)
-        ]
+        leastpart_along(values.min(axis=axes[half:], keepdims=True), axes[:half])
+        leastpart_along(values.min(axis=axes[:half], keepdims=True), axes[half:])
 
-    return least_along(part, tuple(range(part.ndim)))
-
-
-def _varies(part: Floats, axis: int) -> bool:
-    return part.ndim > axis and part.shape[axis] > 1
+    leastpart_along(part, tuple(axis for axis, places in enumerate(part.shape) if places > 1))
+    least = next(iter(floors.values()), part).min(keepdims=True).reshape(1)
+    return [floors.get(axis, least) for axis in range(part.ndim)]
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
@@ -179,11 +195,7 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
 
 def _parts_along(parts: Parts, axis: int, index: slice | NDArray[np.intp]) -> Parts:
     def cut(part: Part) -> Part:
-        return Part(*(_along(np.asarray(time), axis, index) for time in part))
+        return Part(*(part_along(np.asarray(time), axis, index) for time in part))
 
     experts = None if parts.experts is None else cut(parts.experts)
     return Parts(cut(parts.block), experts, cut(parts.embedding), cut(parts.head))
-
-
-def _along(part: Floats, axis: int, index: slice | NDArray[np.intp]) -> Floats:
-    return part[(slice(None),) * axis + (index,)] if _varies(part, axis) else part

@@ -5,7 +5,7 @@ Which units are gathered, whose gradients wait unreduced, and which buffers live
 (_fsdp_param_group.py, _fsdp_collectives.py). plan/moments.py puts it together moment by moment.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,13 +22,13 @@ from shardwright.plan.activations import (
     BlockActivations,
     Kind,
     Split,
-    block_activations,
+    activations_of,
     rotary_table_bytes,
 )
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
-from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, gathered_units, unit_elements
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, Weight, gathered_units, unit_elements
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import Floats, LayoutTable, added, distinct
+from shardwright.plan.table import Floats, LayoutTable, added, distinct, part_along
 
 TOKEN_BYTES = 16
 """One token id and one target, int64 each, of every microbatch of a step."""
@@ -57,6 +57,10 @@ class Amounts(NamedTuple):
     reduce_input: Floats
     shard: Floats  # reduced
     last_share: float  # of the unit's last tensor in it
+
+    def along(self, axis: int, index: slice | NDArray[np.intp]) -> "Amounts":
+        """The same for the part of a grid that some places of one axis make up."""
+        return _of_columns((part_along(column, axis, index) for column in self[:-1]), self.last_share)
 
 
 @dataclass(frozen=True)
@@ -117,10 +121,11 @@ class BlockKinds(NamedTuple):
     ``plain`` is the same block without recomputation, which a row has beside it if it recomputes every k-th.
     """
 
-    kinds: list[BlockActivations]
+    kinds: Sequence[BlockActivations]
     moments: (
         Floats  # of every kind: its moments, three amounts each; the last repeated where others have more
     )
+    saved: Floats  # of every kind: kept for each token
     row: NDArray[np.intp]
     plain: NDArray[np.intp]
     share: Floats  # of blocks that recompute
@@ -128,28 +133,23 @@ class BlockKinds(NamedTuple):
     @property
     def saved_bytes(self) -> Floats:
         """Kept by a block for each token, the mean [B]."""
-        saved = np.array([kind.saved_bytes for kind in self.kinds])
         if (self.share == 1).all():
-            return np.asarray(saved[self.row])
-        return saved[self.row] * self.share + saved[self.plain] * (1 - self.share)
+            return np.asarray(self.saved[self.row])
+        return self.saved[self.row] * self.share + self.saved[self.plain] * (1 - self.share)
 
 
 def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "dense") -> BlockKinds:
     """The activations of blocks of one kind in every row."""
     experts = (table.ep, table.etp) if kind == "experts" else ()
-    cases, row = distinct(table.tp, table.sp, table.cp, table.cp_kind, *experts)
-    kinds = [
-        block_activations(
-            model, job, recompute, Split(tp, bool(sp), cp, CONTEXT_KINDS[cp_kind], *of_experts), kind
-        )
+    gathered = np.where(table.cp_kind == CONTEXT_KINDS.index("all_gather"), table.cp, 1)
+    cases, row = distinct(table.tp, table.sp, gathered, table.cp_kind, *experts)
+    splits = (
+        Split(tp, bool(sp), cp, CONTEXT_KINDS[cp_kind], *of_experts)
         for tp, sp, cp, cp_kind, *of_experts in cases
-        for recompute in RECOMPUTE_KINDS
-    ]
+    )
+    kinds, moments, saved = activations_of(model, job, tuple(splits), kind)
     plain = row * len(RECOMPUTE_KINDS)
-    count = max(len(each.moments) for each in kinds)
-    padded = [each.moments + each.moments[-1:] * (count - len(each.moments)) for each in kinds]
-    moments = np.array([[moment[1:] for moment in each] for each in padded])
-    return BlockKinds(kinds, moments, plain + table.recompute, plain, 1 / table.recompute_every)
+    return BlockKinds(kinds, moments, saved, plain + table.recompute, plain, 1 / table.recompute_every)
 
 
 def _amounts(gathered: UnitElements, trained: UnitElements, job: Job) -> Amounts:
@@ -207,7 +207,18 @@ def _block_amounts(amounts: Mapping[str, Amounts], model: ModelSpec, stage: Stag
 
 def unit_amounts(model: ModelSpec, job: Job, table: LayoutTable) -> dict[str, Amounts]:
     """Bytes of one unit of every kind."""
-    trained = unit_elements(model, table, lambda t: float(is_trained(job, t)), job.adapters)
+    return amounts_of(model, job, table, unit_elements(model, table, trained_weight(job), job.adapters))
+
+
+def trained_weight(job: Job) -> Weight:
+    """1 for an element that is trained, 0 for a frozen one."""
+    return lambda tensor: float(is_trained(job, tensor))
+
+
+def amounts_of(
+    model: ModelSpec, job: Job, table: LayoutTable, trained: Mapping[str, UnitElements]
+) -> dict[str, Amounts]:
+    """The same from ``trained`` elements."""
     gathered = gathered_units(model, job, table, trained)
     return {kind: _amounts(gathered[kind], trained[kind], job) for kind in trained}
 

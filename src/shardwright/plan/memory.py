@@ -12,18 +12,19 @@ from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row, gathered_bytes, is_trained, optimizer_elements
 from shardwright.plan.communicators import communicator_bytes
-from shardwright.plan.holdings import Held, unit_amounts
+from shardwright.plan.holdings import Amounts, Held, amounts_of, trained_weight, unit_amounts
 from shardwright.plan.moments import PeakTerm, model_blocks, peak_terms, timeline
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, Tensor
 from shardwright.plan.shards import (
     EXPERT_BLOCK,
     EXPERTS,
     UnitElements,
+    Weight,
     factored_elements,
     weighted_elements,
 )
-from shardwright.plan.stages import Stage, stages
-from shardwright.plan.table import Floats, LayoutTable, piecewise
+from shardwright.plan.stages import Stage, all_stages, stages
+from shardwright.plan.table import Floats, LayoutTable, part_along, piecewise
 
 NO_ROOM = 1e30
 """Bytes that no device has: what a layout needs that the host has no room for."""
@@ -130,18 +131,19 @@ def beside_allocated(
     job: Job,
     device: Device,
     table: LayoutTable,
-    ranks: Sequence["_RankState"] | None = None,
+    ranks: "RankStates | None" = None,
 ) -> Floats:
     """What a process takes of its device besides the caching allocator's memory [B]; ``NO_ROOM`` where more
     is offloaded than its share of the host's memory holds."""
-    beside = communicator_bytes(device, table) + float(device.context)
+    communicators = communicator_bytes(device, table) if ranks is None else ranks.communicators
+    beside = communicators + float(device.context)
     if not table.offload.any():
         return beside
-    return np.where(host_bytes(model, job, table, ranks) > device.host_memory, NO_ROOM, beside)
+    return np.where(host_bytes(model, job, device, table, ranks) > device.host_memory, NO_ROOM, beside)
 
 
 def host_bytes(
-    model: ModelSpec, job: Job, table: LayoutTable, ranks: Sequence["_RankState"] | None = None
+    model: ModelSpec, job: Job, device: Device, table: LayoutTable, ranks: "RankStates | None" = None
 ) -> Floats:
     """What a rank keeps in host memory at most [B]: optimizer state, with the copies of parameters and
     gradients that its update there works on (run/offload.py); saved tensors of its blocks."""
@@ -149,32 +151,47 @@ def host_bytes(
     copies = 1 + row.gradient / row.weight
     kinds = model_blocks(model, job, table)
     tokens = table.micro_batch * job.seq / table.cp
-    most: Floats = np.zeros((1,) * table.pp.ndim)
-    for stage, parameters, optimizer in ranks or rank_states(model, job, table):
-        blocks = {"dense": stage.blocks - stage.expert_blocks, "experts": stage.expert_blocks}
-        saved = sum((blocks[kind] * own.saved_bytes for kind, own in kinds.items()), np.zeros(1))
-        kept = np.where(table.offload & 1, optimizer + copies * parameters, 0.0)
-        kept = kept + np.where(table.offload & 2, stage.in_flight * saved * tokens, 0.0)
-        most = np.maximum(most, np.where(stage.valid, kept, 0.0))
-    return most
+    stage, parameters, optimizer, *_ = ranks or rank_states(model, job, device, table)
+    blocks = {"dense": stage.blocks - stage.expert_blocks, "experts": stage.expert_blocks}
+    saved = sum((blocks[kind] * own.saved_bytes for kind, own in kinds.items()), np.zeros(1))
+    kept = np.where(table.offload & 1, optimizer + copies * parameters, 0.0)
+    kept = kept + np.where(table.offload & 2, stage.in_flight * saved * tokens, 0.0)
+    return np.asarray(np.where(stage.valid, kept, 0.0).max(axis=0))
 
 
-class _RankState(NamedTuple):
-    """A pipeline rank, its parameters, and its optimizer state wherever that rests [B]."""
+class RankStates(NamedTuple):
+    """All pipeline ranks that can be the heaviest, along an axis before those of the table; their parameters,
+    and their optimizer state wherever that rests [B]."""
 
     stage: Stage
     parameters: Floats
     optimizer: Floats
+    units: Mapping[str, Amounts]  # bytes of one unit of every kind
+    communicators: Floats
+
+    def along(self, axis: int, index: slice | NDArray[np.intp]) -> "RankStates":
+        """The same for the part of a grid that some places of one axis make up."""
+        name, *columns = self.stage
+        return RankStates(
+            Stage._make([name, *(part_along(column, axis + 1, index) for column in columns)]),
+            part_along(self.parameters, axis + 1, index),
+            part_along(self.optimizer, axis + 1, index),
+            {kind: unit.along(axis, index) for kind, unit in self.units.items()},
+            part_along(self.communicators, axis, index),
+        )
 
 
-def rank_states(model: ModelSpec, job: Job, table: LayoutTable) -> list[_RankState]:
-    """Ranks that can be the heaviest, with their resting state."""
-    units = _state_units(model, job, table)
-    ranks = []
-    for stage in stages(table, model):
-        parameters, _, optimizer = _resting_state(model, units, table, stage)
-        ranks.append(_RankState(stage, parameters, optimizer))
-    return ranks
+def rank_states(model: ModelSpec, job: Job, device: Device, table: LayoutTable) -> RankStates:
+    """Ranks that can be the heaviest, with their resting state: neither depends on how a microbatch is
+    recomputed, nor on what rests on the host."""
+    stage = all_stages(table, model)
+    amounts = _state_amounts(job)
+    weights: list[Weight] = [amount for amount, _ in amounts]
+    *state, trained = weighted_elements(model, table, [*weights, trained_weight(job)], job.adapters)
+    _add_factors(state, model, job, table, lambda tensor: True)
+    parameters, _, optimizer = _resting_state(model, _split(table, state, amounts), table, stage)
+    units = amounts_of(model, job, table, trained)
+    return RankStates(stage, parameters, optimizer, units, communicator_bytes(device, table))
 
 
 def reserved_terms(
@@ -182,16 +199,14 @@ def reserved_terms(
     job: Job,
     device: Device,
     table: LayoutTable,
-    ranks: Sequence[_RankState] | None = None,
+    ranks: RankStates | None = None,
 ) -> list[PeakTerm]:
     """``Ledger.reserved`` of the heaviest rank, fragments left out, as the largest of these sums [B]; of rows
     that all have a pipeline, or all have none."""
-    kinds, amounts = model_blocks(model, job, table), unit_amounts(model, job, table)
-    terms: list[PeakTerm] = []
-    for stage, parameters, optimizer in ranks or rank_states(model, job, table):
-        resting = parameters + _on_device(table, optimizer)
-        terms += peak_terms(model, job, table, stage, kinds, amounts, resting, pools=_has_pools(device))
-    return terms
+    kinds = model_blocks(model, job, table)
+    stage, parameters, optimizer, amounts, _ = ranks or rank_states(model, job, device, table)
+    resting = parameters + _on_device(table, optimizer)
+    return list(peak_terms(model, job, table, stage, kinds, amounts, resting, pools=_has_pools(device)))
 
 
 def _on_device(table: LayoutTable, optimizer: Floats) -> Floats:
@@ -224,15 +239,18 @@ def resting_state(
 ) -> tuple[Floats, Floats, Floats]:
     """What the ``wanted`` tensors have of a stage's parameters, gradients and optimizer state on the device
     at the end of backward [B]."""
-    units = _state_units(model, job, table, wanted)
+    amounts = _state_amounts(job)
+    weights = [_of(wanted, amount) for amount, _ in amounts]
+    state = weighted_elements(model, table, weights, job.adapters)
+    _add_factors(state, model, job, table, wanted)
+    units = _split(table, state, amounts)
     parameters, gradients, optimizer = _resting_state(model, units, table, stage)
     return parameters, gradients, _on_device(table, optimizer)
 
 
-def _state_units(
-    model: ModelSpec, job: Job, table: LayoutTable, wanted: Callable[[Tensor], bool] = lambda tensor: True
-) -> list[_StateUnits]:
-    """Parameters, gradients and optimizer state of one unit, by the job's accounting."""
+def _state_amounts(job: Job) -> tuple[tuple[Weight, int], ...]:
+    """Bytes of an element's parameters, gradients and optimizer state by the job's accounting, and the stage
+    from which on each is split."""
     row = accounting_row(job.accounting, job.precision)
 
     def weight_bytes(tensor: Tensor) -> float:
@@ -244,32 +262,44 @@ def _state_units(
     def optimizer_bytes(tensor: Tensor) -> float:
         if not is_trained(job, tensor):
             return 0.0
-        if job.optimizer == "adafactor":  # split otherwise than the parameter: below
+        if job.optimizer == "adafactor":  # split otherwise than the parameter: _add_factors
             return float(row.master)
         return row.master + row.moment * optimizer_elements(job.optimizer, tensor, row.moment) / tensor.numel
 
-    def factor_bytes(tensor: Tensor) -> float:
-        return float(row.moment) if is_trained(job, tensor) else 0.0
-
-    amounts = (
+    return (
         (weight_bytes, row.weight_split_from),
         (gradient_bytes, row.gradient_split_from),
         (optimizer_bytes, row.optimizer_split_from),
     )
-    weights = [_of(wanted, each) for each, _ in amounts]
-    found = weighted_elements(model, table, weights, job.adapters)
-    if job.optimizer == "adafactor":
-        factors = factored_elements(model, table, _of(wanted, factor_bytes), job.adapters)
-        found[-1] = {
-            kind: unit._replace(
-                whole=unit.whole + factors[kind].whole, shard=unit.shard + factors[kind].shard
-            )
-            for kind, unit in found[-1].items()
-        }
+
+
+def _split(
+    table: LayoutTable, found: Sequence[Mapping[str, UnitElements]], amounts: Sequence[tuple[Weight, int]]
+) -> list[_StateUnits]:
+    """Parameters, gradients and optimizer state of one unit."""
     return [
         _StateUnits(bytes_of, table.zero_stage >= split_from)
         for bytes_of, (_, split_from) in zip(found, amounts, strict=True)
     ]
+
+
+def _add_factors(
+    state: list[Mapping[str, UnitElements]],
+    model: ModelSpec,
+    job: Job,
+    table: LayoutTable,
+    wanted: Callable[[Tensor], bool],
+) -> None:
+    """Add Adafactor's factors of the ``wanted`` tensors to the optimizer state, which is the last."""
+    if job.optimizer != "adafactor":
+        return
+    moment = float(accounting_row(job.accounting, job.precision).moment)
+    each = _of(lambda tensor: is_trained(job, tensor) and wanted(tensor), lambda tensor: moment)
+    factors = factored_elements(model, table, each, job.adapters)
+    state[-1] = {
+        kind: unit._replace(whole=unit.whole + factors[kind].whole, shard=unit.shard + factors[kind].shard)
+        for kind, unit in state[-1].items()
+    }
 
 
 def _of(wanted: Callable[[Tensor], bool], weight: Callable[[Tensor], float]) -> Callable[[Tensor], float]:

@@ -3,7 +3,7 @@
 check/ compares every number with an executed step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from shardwright.plan.holdings import (
     waiting_gradients,
 )
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import Floats, LayoutTable, added
+from shardwright.plan.table import Floats, LayoutTable, Number, added
 
 RUNNING_LOSS_BYTES = 8
 """The loss of earlier microbatches, fp64."""
@@ -71,6 +71,7 @@ def peak_terms(
     pools: bool,
 ) -> Iterator[PeakTerm]:
     """The moments of ``timeline`` without their names, the moments inside a block as one; for large tables.
+    Of several ranks at once, those of each.
 
     ``resting``: parameters and optimizer state of the rank, which every moment has besides. ``pools``:
     reduced gradients have their memory at every moment, see ``pooled_gradients``.
@@ -86,14 +87,29 @@ def peak_terms(
     present = [role for role in roles_of(table) if role.valid.any()]
     pool = pooled_gradients(step)
     for name, valid, held in _moments(step, present, worst):
-        if name.endswith("head backward") and not (stage.head > 0).any():
-            continue  # what is there of it is in the last layer's moment as well
-        activations = added(held.activations, held.logits)
         there = valid & stage.valid
-        if not there.all():
-            activations = np.where(there, activations, -np.inf)
+        if name.endswith("head backward"):
+            there = there & (stage.head > 0)  # elsewhere it is in the last layer's moment as well
         gradients = pool if pools else held.gradients
-        yield PeakTerm(added(resting, gradients, held.gathered), activations)
+        state, activations = added(resting, gradients, held.gathered), added(held.activations, held.logits)
+        if stage.valid.ndim == table.pp.ndim:
+            yield from _present(there, state, activations)
+        for rank in range(len(stage.valid) if stage.valid.ndim > table.pp.ndim else 0):
+            held_there = (_of_rank(part, rank, table) for part in (state, activations))
+            yield from _present(_of_rank(there, rank, table), *held_there)
+
+
+def _of_rank(part: NDArray[Number], rank: int, table: LayoutTable) -> NDArray[Number]:
+    """One of several ranks, which lie along an axis before those of the table."""
+    return part[rank if len(part) > 1 else 0] if part.ndim > table.pp.ndim else part
+
+
+def _present(there: NDArray[np.bool_], state: Floats, activations: Floats) -> Iterator[PeakTerm]:
+    """A moment, unless no row has it."""
+    if there.all():
+        yield PeakTerm(state, activations)
+    elif there.any():
+        yield PeakTerm(state, activations + np.where(there, 0.0, -np.inf))
 
 
 def model_blocks(model: ModelSpec, job: Job, table: LayoutTable) -> dict[Kind, BlockKinds]:
@@ -113,7 +129,7 @@ class _Inside(NamedTuple):
 class _Variant(NamedTuple):
     """Blocks of one kind, recomputed or not, and the rows whose rank has them."""
 
-    kinds: list[BlockActivations]
+    kinds: Sequence[BlockActivations]
     moments: Floats
     row: NDArray[np.intp]
     valid: NDArray[np.bool_]
@@ -201,27 +217,30 @@ def _alone(
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """The moments of a rank that holds all layers, ``forward`` before there is a loss."""
     every, stage3 = np.ones_like(step.table.pp, dtype=bool), step.table.zero_stage == 3
-    top = step.layers - 1
-    positions = {
-        "last layer": top,
-        "layer before the last": np.maximum(top - 1, 0),
-        "layer 1": np.minimum(top, 1),
-        "first layer": np.zeros_like(step.layers),
-    }
+    top, bottom = step.layers - 1, np.zeros_like(step.layers)
+    places = ("last layer", "layer before the last", "layer 1", "first layer")
+    layers = np.stack([top, np.maximum(top - 1, 0), np.minimum(top, 1), bottom])
+    in_block = [(moment, _in_block(step, role, layers, moment)) for moment in inside]
+    reduced = _block_reduced(step, role, layers)
     gathers = (role.first | stage3) & (step.table.shard > 1)
-    yield "first layer gathered", gathers, _block_gathered(forward, role, positions["first layer"])
+    yield "first layer gathered", gathers, _block_gathered(forward, role, bottom)
     yield "last layer gathered", gathers, _block_gathered(forward, role, top)
     yield "head gathered", gathers, _head_gathered(forward, role)
     yield "head backward", every, _head_backward(step, role)
     if not step.tied:  # a tied head is reduced at the very end
         yield "head gradients reduced", every, _head_reduced(step, role)
-    for place, layer in positions.items():
-        for moment in inside:
-            yield f"{place}, {moment.name}", moment.valid, _in_block(step, role, layer, moment)
-        yield f"{place}, gradients reduced", every, _block_reduced(step, role, layer)
+    for number, place in enumerate(places):
+        for moment, held in in_block:
+            yield f"{place}, {moment.name}", moment.valid, _at_place(step, held, number)
+        yield f"{place}, gradients reduced", every, _at_place(step, reduced, number)
     yield "first layer, parameters copied out", stage3, _first_block_copied_out(step, role)
     yield "embedding backward", every, _embedding_backward(step, role)
     yield "last gradients reduced", every, _last_reduced(step, role)
+
+
+def _at_place(step: RankStep, held: Held, number: int) -> Held:
+    """What is held at one of several layers, which lie along an axis before those of the rank."""
+    return Held(*(part[number] if part.ndim > step.layers.ndim else part for part in held))
 
 
 # The moments of a rank

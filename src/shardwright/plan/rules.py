@@ -51,7 +51,7 @@ def _host_fault(layout: Layout, model: ModelSpec, job: Job, cluster: Cluster) ->
     if layout.offload == "none":
         return
     needs, room = (
-        float(host_bytes(model, job, table_of([layout], model.layers))[0]),
+        float(host_bytes(model, job, cluster.device, table_of([layout], model.layers))[0]),
         cluster.device.host_memory,
     )
     if needs > room:

@@ -27,6 +27,8 @@ from shardwright.plan.evaluate import (
     least_memory,
     of_microbatches,
     whole_step,
+    with_ranks,
+    without_idle_time,
 )
 from shardwright.plan.memory import Ledger, memory_ledger
 from shardwright.plan.pipeline import simulated_times
@@ -167,7 +169,7 @@ def _finals(model: ModelSpec, job: Job, cluster: Cluster, kept: Kept, limit: flo
         best = _ranked(Kept(kept.table, kept.device, time), limit)
         runs = runnable_rows(kept.table.take(best))
         fastest = best[np.argsort(time[best], kind="stable")]
-        front = np.union1d(best[runs][:FRONT], fastest[:FRONT])
+        front = np.concatenate([best[runs][:FRONT], fastest[:FRONT]])
         if known[front].all():
             break
         unknown = fastest[~known[fastest]][:FINALISTS]
@@ -226,7 +228,9 @@ def _evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[
         if worth is not None:
             for axis in range(MEMORY):
                 other = other.along(axis, worth.places[axis])
-            _evaluate(model, job, cluster, least(model, job, cluster, other, worth.routes), tally, 1.0)
+            _evaluate(
+                model, job, cluster, least(model, job, cluster, other, worth.routes, worth.ranks), tally, 1.0
+            )
 
 
 def _with_room(grid: Timed, least_of: Evaluated, tally: Tally) -> Timed | None:
@@ -256,9 +260,11 @@ def _evaluate(
     """Evaluate what takes less than ``slowest`` times the best's step; returns what may take less whether it
     fits or not, None if it is nothing."""
     below = slowest * _to_beat(grid.grid, tally)
-    fast = left = grid.pruned(below)
+    left = grid.pruned(below)
+    fast = left = with_ranks(model, job, cluster, left) if left is not None else None
     if left is not None and not tally.exhaustive:
         left = _with_room(left, least_memory(model, job, cluster, left), tally)
+    left = without_idle_time(model, left).pruned(below) if left is not None else None
     left = of_microbatches(model, job, left).pruned(below) if left is not None else None
     left = whole_step(model, job, cluster, left).pruned(below) if left is not None else None
     if left is not None:

@@ -1,6 +1,7 @@
 """The space of a job: every layout of so many ranks, as grids whose axes stand for all combinations."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -61,10 +62,8 @@ class Grid(NamedTuple):
 
     def _count(self, mask: NDArray[np.bool_]) -> int:
         shape = self.table.shape
-        meshes = np.broadcast_to(self.valid, (*shape[:PIPE], 1, 1, 1)).sum(axis=tuple(range(1, GRID_AXES)))
-        others = np.broadcast_to(mask, (shape[INNER], 1, 1, 1, *shape[PIPE:])).sum(
-            axis=tuple(range(1, GRID_AXES))
-        )
+        places = [_counted(self.valid, shape, range(1, PIPE)), _counted(mask, shape, range(PIPE, GRID_AXES))]
+        meshes, others = (np.broadcast_to(each, shape[INNER]) for each in places)
         return int(meshes @ others)
 
     @property
@@ -94,6 +93,12 @@ class Grid(NamedTuple):
         if BATCH in axes:
             return self._replace(shared=self.shared & there)
         return self._replace(valid=self.valid & there)
+
+
+def _counted(mask: NDArray[np.bool_], shape: tuple[int, ...], axes: range) -> Ints:
+    """At each place of the first axis, how many of ``shape`` there are along ``axes``."""
+    spread = prod(shape[axis] for axis in axes if mask.shape[axis] == 1)
+    return np.asarray(spread * np.count_nonzero(mask, axis=tuple(range(1, GRID_AXES))))
 
 
 class Space(NamedTuple):

@@ -17,11 +17,25 @@ from shardwright.plan.table import Floats, Ints, LayoutTable, by_schedule, disti
 TWO_WAY = frozenset(name for name, row in SCHEDULES.items() if row.pipelines == 2)
 V_SHAPED = frozenset(name for name, row in SCHEDULES.items() if row.v_shape) - TWO_WAY
 
+
+def _direction(schedule: str) -> tuple[bool, bool]:
+    return schedule in TWO_WAY, schedule in V_SHAPED
+
+
+_LAID_OUT_LIKE = np.array(
+    [
+        next(code for code, other in enumerate(SCHEDULE_NAMES) if _direction(other) == _direction(name))
+        for name in SCHEDULE_NAMES
+    ]
+)
+"""The first schedule with stages on the same ranks."""
+
 _remembered = lru_cache(maxsize=8192)  # cases of pp, chunks, ends and schedule: a search has hundreds
 
 
 class Stage(NamedTuple):
-    """One pipeline rank of every row that has it; without a pipeline, the only one."""
+    """One pipeline rank of every row that has it; without a pipeline, the only one. Or several such ranks,
+    along an axis before those of the table."""
 
     name: str
     valid: NDArray[np.bool_]
@@ -59,7 +73,9 @@ class _Holding(NamedTuple):
 
 def expert_layers(model: ModelSpec) -> tuple[bool, ...]:
     """Whether each layer has experts."""
-    return tuple(model.moe is not None and model.moe.covers(layer) for layer in range(model.layers))
+    if model.moe is None:
+        return (False,) * model.layers
+    return tuple(model.moe.covers(layer) for layer in range(model.layers))
 
 
 def ranks_stages(schedule: str, ranks: int, chunks: int, rank: int) -> list[int]:
@@ -92,20 +108,51 @@ def _holdings(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -
 
 
 def stages(table: LayoutTable, model: ModelSpec) -> Iterator[Stage]:
+    """Ranks that can be the heaviest, one by one."""
+    every = all_stages(table, model)
+    for place, name in enumerate(every.name.split(", ") if every.name else ()):
+        yield Stage(name, *(column[place] for column in every[1:]))
+
+
+def all_stages(table: LayoutTable, model: ModelSpec) -> Stage:
     """Ranks that can be the heaviest: the first and the last, which have the ends of the model, the second,
     and any other that no rank with as many microbatches in flight covers in blocks of both kinds."""
-    experts = expert_layers(model)
-    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
+    cases, index = _pipelines(table)
+    names, present, ranks, held = _heaviest_of(expert_layers(model), cases)
+    valid, rank = present.take(index, axis=-1), ranks.take(index, axis=-1)
+    blocks, with_experts, embedding, head, count = held.take(index, axis=-1)
+    chunks = by_schedule(table.schedule, in_flight_chunks, table.pp, table.chunks, table.microbatches, rank)
+    flying = np.broadcast_to(chunks / count, np.broadcast_shapes(rank.shape, chunks.shape))
+    return Stage(", ".join(names), valid, rank, blocks, with_experts, embedding, head, flying)
+
+
+Cases = tuple[tuple[int, ...], ...]
+"""Different pipelines: pp, chunks, ends and schedule."""
+
+
+def _pipelines(table: LayoutTable) -> tuple[Cases, NDArray[np.intp]]:
+    """The different pipelines of a table, and which of them each row has: schedules that lay out stages alike
+    count as one."""
+    cases, index = distinct(table.pp, table.chunks, table.ends, _LAID_OUT_LIKE[table.schedule])
+    return tuple(cases), index
+
+
+@_remembered
+def _heaviest_of(
+    experts: tuple[bool, ...], cases: Cases
+) -> tuple[tuple[str, ...], NDArray[np.bool_], Ints, Floats]:
+    """Ranks that can be the heaviest: names; whether a case has them, as which rank, and what they hold."""
     named = [_heaviest(experts, *case) for case in cases]
-    for name in dict.fromkeys(name for ranks in named for name in ranks):
-        present = np.array([name in ranks for ranks in named])[index]
-        rank = np.array([ranks.get(name, 0) for ranks in named])
-        held = [_holdings(experts, *case)[mine] for case, mine in zip(cases, rank.tolist(), strict=True)]
-        blocks, with_experts, embedding, head, count = np.array(held, dtype=np.float64).T.take(index, axis=-1)
-        chunks = by_schedule(
-            table.schedule, in_flight_chunks, table.pp, table.chunks, table.microbatches, rank[index]
-        )
-        yield Stage(name, present, rank[index], blocks, with_experts, embedding, head, chunks / count)
+    names = tuple(dict.fromkeys(name for ranks in named for name in ranks))
+    present = [[name in ranks for ranks in named] for name in names]
+    rank = [[ranks.get(name, 0) for ranks in named] for name in names]
+    every = [_holdings(experts, *case) for case in cases]
+    held = [[of_case[mine] for of_case, mine in zip(every, ranks, strict=True)] for ranks in rank]
+    shape = (len(names), len(cases))
+    numbers = np.array(held, dtype=np.float64).reshape(*shape, len(_Holding._fields))
+    of_field = np.moveaxis(numbers, -1, 0)
+    ranks = np.array(rank, dtype=np.int64).reshape(shape)
+    return names, np.array(present, dtype=np.bool_).reshape(shape), ranks, of_field
 
 
 @_remembered
@@ -138,16 +185,16 @@ def most_expert_blocks(table: LayoutTable, model: ModelSpec) -> Floats:
 
 
 def _most(table: LayoutTable, model: ModelSpec, number: Callable[[_Holding], int]) -> Floats:
+    cases, index = _pipelines(table)
     experts = expert_layers(model)
-    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
     most = [_share(case) * max(map(number, _holdings(experts, *case))) for case in cases]
     return np.array(most, dtype=np.float64)[index]
 
 
 def stage_unevenness(table: LayoutTable, model: ModelSpec) -> Floats:
     """Blocks of the longest stage over the mean of the rank with most blocks: 1 where all are alike."""
+    cases, index = _pipelines(table)
     experts = expert_layers(model)
-    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
     return np.array([_unevenness(experts, *case) for case in cases], dtype=np.float64)[index]
 
 
@@ -169,14 +216,36 @@ def busiest_ranks(table: LayoutTable, model: ModelSpec) -> tuple[Work, ...]:
     """Ranks of which one has most to do: that with the embedding, that with the head, and of the others the
     one with most blocks, or several if the model has two kinds. A rank of a two-way pipeline runs half of the
     microbatches in each direction."""
-    experts = expert_layers(model)
-    cases, index = distinct(table.pp, table.chunks, table.ends, table.schedule)
+    cases, index = _pipelines(table)
+    numbers = _busiest_of(expert_layers(model), cases)
+    return tuple(Work(*ranks.take(index, axis=-1)) for ranks in numbers)
+
+
+def alike(table: LayoutTable, model: ModelSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Of a table whose pipelines lie along one axis: the first of each way of sharing out the model among the
+    busiest ranks, and which of these each one has."""
+    cases, index = _pipelines(table)
+    row = _ways(expert_layers(model), cases)[index.ravel()]
+    return np.array([row.tolist().index(way) for way in range(row.max() + 1)], dtype=np.intp), row
+
+
+@_remembered
+def _ways(experts: tuple[bool, ...], cases: Cases) -> NDArray[np.intp]:
+    """Cases whose busiest ranks run the same have the same number."""
+    numbers: dict[tuple[float, ...], int] = {}
+    works = _busiest_of(experts, cases).reshape(-1, len(cases)).T.tolist()
+    return np.array([numbers.setdefault(tuple(work), len(numbers)) for work in works], dtype=np.intp)
+
+
+@_remembered
+def _busiest_of(experts: tuple[bool, ...], cases: Cases) -> Floats:
+    """What ranks of each case, of which one has most to do, run: by rank, and by field of ``Work``."""
     ranks = [_busiest(experts, *case) for case in cases]
     places = max(map(len, ranks), default=3)
     filled = [_filled(mine, places) for mine in ranks]
     share = np.array([_share(case) for case in cases])
-    numbers = share * np.array(filled, dtype=np.float64).reshape(-1, places, len(_Holding._fields)).T
-    return tuple(Work(*numbers[: len(Work._fields), place].take(index, axis=-1)) for place in range(places))
+    numbers = np.array(filled, dtype=np.float64).reshape(-1, places, len(_Holding._fields))
+    return np.asarray(share * np.moveaxis(numbers, 0, -1)[:, : len(Work._fields)])
 
 
 def _filled(ranks: Sequence[_Holding], places: int) -> list[_Holding]:

@@ -7,12 +7,11 @@ gradients are reduced when the schedule is through, so nothing hides them. What 
 (``Device.overlap``), the slowing of computation beside a collective, is exposed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwright.cluster import Cluster
 from shardwright.job import Job
@@ -20,6 +19,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row, is_trained
 from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, makespan_bubble
+from shardwright.plan.busiest import INSIDE, BusiestRank, busiest_rank, work_time
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
@@ -29,7 +29,6 @@ from shardwright.plan.placement import routes_of
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, gathered_units, unit_elements
 from shardwright.plan.stages import (
     Work,
-    busiest_ranks,
     expert_layers,
     most_expert_blocks,
     slowest_blocks,
@@ -37,9 +36,6 @@ from shardwright.plan.stages import (
 )
 from shardwright.plan.table import Floats, Ints, LayoutTable, added, by_schedule, either
 from shardwright.plan.traffic import Flow, optimizer_flows, scalar_flows, shard_axis, unit_copies
-
-INSIDE = ("tp", "cp", "ep", "host")
-"""Axes whose communication stands between computations of the same microbatch."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class StepTime:
     outside: Mapping[str, Floats]  # exposed once a step, by axis
     copies: Floats  # of parameters and gradients
     optimizer: Floats
-    busiest: "_Rank"
+    busiest: BusiestRank
     microbatches: Ints
 
     @property
@@ -83,40 +79,12 @@ class _UnitTimes(NamedTuple):
     replicate: Floats
 
 
-class _Rank(NamedTuple):
-    """The pipeline rank with most to do: of several, which one, in every row."""
-
-    works: tuple[Work, ...]
-    parts: Parts
-    which: NDArray[np.intp]
-
-    def pick(self, values: Sequence[Floats]) -> Floats:
-        """The busiest rank's of one value a rank."""
-        picked = values[0]
-        for rank, value in enumerate(values[1:], start=1):
-            picked = np.where(self.which == rank, value, picked)
-        return picked
-
-    def sum(self, *names: str) -> Floats:
-        """Some times of all parts that it runs for a microbatch."""
-        return self.pick([_inside(self.parts, work, names) for work in self.works])
-
-
-def _inside(parts: Parts, work: Work, names: Sequence[str]) -> Floats:
-    """Some times of all parts that a rank runs."""
-    amounts = [(work.blocks, parts.block), (work.embedding, parts.embedding), (work.head, parts.head)]
-    if parts.experts is not None:
-        amounts[0] = (work.blocks - work.expert_blocks, parts.block)
-        amounts.append((work.expert_blocks, parts.experts))
-    return added(*(count * added(*(getattr(part, name) for name in names)) for count, part in amounts))
-
-
 class Inside(NamedTuple):
     """Seconds of a step that all microbatches take, and who takes most for one."""
 
     time: Floats  # of the busiest rank, with what is exposed in it
     bubble: Floats
-    busiest: _Rank
+    busiest: BusiestRank
 
 
 class Outside(NamedTuple):
@@ -144,11 +112,16 @@ def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) 
     )
 
 
+def busy_time(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
+    """What the busiest rank of a pipeline takes for all microbatches, were it never idle."""
+    return table.microbatches * busiest_rank(model, table, parts)[1]
+
+
 def inside_time(
     model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route], parts: Parts
 ) -> Inside:
     """What does not depend on how the data axes split."""
-    rank, busy = _busiest(model, table, parts)
+    rank, busy = busiest_rank(model, table, parts)
     bubble = _bubble(model, table, rank, busy, hop_time(model, job, table, routes))
     return Inside(table.microbatches * busy, bubble, rank)
 
@@ -158,7 +131,7 @@ def least_time(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
     every = ("forward", "backward", *INSIDE)
     one = np.ones((1,) * table.pp.ndim)
     whole = Work(model.layers * one, sum(expert_layers(model)) * one, one, one)
-    return table.microbatches * _inside(parts, whole, every) / table.pp
+    return table.microbatches * work_time(parts, whole, every) / table.pp
 
 
 def outside_time(
@@ -213,34 +186,16 @@ def mfu(model: ModelSpec, job: Job, cluster: Cluster, time: Floats) -> Floats:
     return np.asarray(flops / (time * cluster.ranks * cluster.device.peak(job.precision)))
 
 
-# A pipeline rank
-
-
-def _busiest(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[_Rank, Floats]:
-    """The rank that all others wait for, in every row, and its seconds for each microbatch."""
-    works = busiest_ranks(table, model)
-    if (table.pp == 1).all():
-        works = works[:1]
-    every = ("forward", "backward", *INSIDE)
-    most = _inside(parts, works[0], every)
-    which = np.zeros((1,) * table.pp.ndim, dtype=np.intp)
-    for number, work in enumerate(works[1:], start=1):
-        busy = _inside(parts, work, every)
-        which = np.where(busy > most, number, which)
-        most = np.maximum(most, busy)
-    return _Rank(works, parts, which), most
-
-
-def _bubble(model: ModelSpec, table: LayoutTable, rank: _Rank, busy: Floats, hop: Floats) -> Floats:
+def _bubble(model: ModelSpec, table: LayoutTable, rank: BusiestRank, busy: Floats, hop: Floats) -> Floats:
     """Idle time of a pipeline rank: the closed form of each schedule, for the slowest rank's times; were all
     its stages as long as the longest."""
     if (table.pp == 1).all():
         return np.zeros((1,) * table.pp.ndim)
     weight = rank.sum("weight_gradients")
-    half = [_inside(rank.parts, work, INSIDE) / 2 for work in rank.works]
+    half = [work_time(rank.parts, work, INSIDE) / 2 for work in rank.works]
     forward = rank.pick(
         [
-            _inside(rank.parts, work, ("forward",)) + beside
+            work_time(rank.parts, work, ("forward",)) + beside
             for work, beside in zip(rank.works, half, strict=True)
         ]
     )

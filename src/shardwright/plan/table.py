@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,6 +24,8 @@ Number = TypeVar("Number", bound=np.generic)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+
+SIZE = attrgetter("size")
 
 PLAIN_COLUMNS = (
     "chunks", "zero_stage", "micro_batch", "microbatches", "recompute_every", "loss_chunks",
@@ -63,7 +66,7 @@ class LayoutTable(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the columns together."""
-        return np.broadcast_shapes(*(column.shape for column in self))
+        return np.broadcast(*self).shape
 
     @property
     def rows(self) -> int:
@@ -129,25 +132,32 @@ def distinct(*columns: Ints) -> tuple[list[tuple[int, ...]], NDArray[np.intp]]:
     not negative.
     """
     key: Ints = np.zeros((1,) * columns[0].ndim, dtype=np.int64)
-    for column in columns:
-        key = key * (int(column.max(initial=0)) + 1) + column
+    sizes = [int(column.max(initial=0)) + 1 for column in columns]
+    for column, size in zip(columns, sizes, strict=True):
+        key = key * size + column
     flat = key.reshape(-1)
     starts = (
         np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]])) if len(flat) else np.empty(0, int)
     )
-    _, first, run = np.unique(flat[starts], return_index=True, return_inverse=True)
-    places = np.unravel_index(starts[first], key.shape)
-    spread = (np.broadcast_to(column, key.shape)[places].tolist() for column in columns)
-    return list(zip(*spread, strict=True)), np.repeat(run, np.diff(starts, append=len(flat))).reshape(
-        key.shape
-    )
+    keys, run = np.unique(flat[starts], return_inverse=True)
+    index = np.repeat(run, np.diff(starts, append=len(flat))).reshape(key.shape)
+    digits: list[list[int]] = []
+    for size in reversed(sizes):
+        keys, digit = np.divmod(keys, size)
+        digits.insert(0, digit.tolist())
+    return list(zip(*digits, strict=True)), index
+
+
+def part_along(column: NDArray[Number], axis: int, index: slice | NDArray[np.intp]) -> NDArray[Number]:
+    """The part of a column that some places of one axis make up; one that does not vary there as it is."""
+    if column.ndim <= axis or column.shape[axis] == 1:
+        return column
+    return np.asarray(column[(slice(None),) * axis + (index,)])
 
 
 def added(*parts: Floats | float) -> Floats:
     """The sum, small columns first."""
-    first, *others = sorted(
-        (np.asarray(part, dtype=np.float64) for part in parts), key=lambda part: part.size
-    )
+    first, *others = sorted((np.asarray(part, np.float64) for part in parts), key=SIZE)
     for part in others:
         first = first + part
     return first
@@ -171,7 +181,7 @@ def piecewise(
 
     ``key`` varies along one axis at most; where it does not, nothing is copied.
     """
-    values = np.unique(key)
+    values = sorted(set(key.ravel().tolist()))
     if len(values) == 1:
         return function(values[0], table)
     (axis,) = (axis for axis, n in enumerate(key.shape) if n > 1)
@@ -194,7 +204,7 @@ def by_schedule(
     ``function`` must broadcast. Along the one axis on which ``schedule`` varies, it sees only the part of the
     columns that its schedule has; one schedule throughout costs no copy.
     """
-    codes = np.unique(schedule).tolist()
+    codes = np.flatnonzero(np.bincount(np.ravel(schedule))).tolist()
     if len(codes) <= 1:
         return function(SCHEDULE_NAMES[codes[0] if codes else 0], *columns)
     axes = [axis for axis in range(-np.ndim(schedule), 0) if schedule.shape[axis] > 1]
@@ -203,30 +213,45 @@ def by_schedule(
         flat = (np.broadcast_to(column, shape).ravel() for column in (schedule, *columns))
         return by_schedule(next(flat), function, *flat).reshape(shape)
     axis = axes[0]
-    rows = [np.flatnonzero(np.ravel(schedule) == code) for code in codes]
+    rows = [_run(np.flatnonzero(np.ravel(schedule) == code)) for code in codes]
     parts = [
         function(SCHEDULE_NAMES[code], *(_along(column, mine, axis) for column in columns))
         for code, mine in zip(codes, rows, strict=True)
     ]
-    return _joined(parts, rows, axis)
+    return _joined(parts, rows, axis, schedule.size)
 
 
-def _along(column: NDArray[Number], rows: NDArray[np.intp], axis: int) -> NDArray[Number]:
+Places = NDArray[np.intp] | slice
+
+
+def _run(rows: NDArray[np.intp]) -> Places:
+    """Rows as a slice where they follow one another: a view of a column, not a copy."""
+    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else rows
+
+
+def _along(column: NDArray[Number], rows: Places, axis: int) -> NDArray[Number]:
     """The rows of a column that varies along ``axis``, counted from the last."""
     varies = np.ndim(column) >= -axis and column.shape[axis] > 1
-    return column.take(rows, axis=axis) if varies else column
+    return np.asarray(column[_at(rows, axis)]) if varies else column
 
 
-def _joined(parts: Sequence[NDArray[Number]], rows: Sequence[NDArray[np.intp]], axis: int) -> NDArray[Number]:
+def _at(rows: Places, axis: int) -> tuple[Any, ...]:
+    return (..., rows, *(slice(None),) * (-axis - 1))
+
+
+def _joined(
+    parts: Sequence[NDArray[Number]], rows: Sequence[Places], axis: int, count: int
+) -> NDArray[Number]:
     """Parts that lie on ``rows`` along ``axis``, of the shape that they broadcast to elsewhere."""
-    beside = [np.take(part, [0], axis=axis) if np.ndim(part) >= -axis else part for part in parts]
-    shape = list(np.broadcast_shapes((1,) * -axis, *(part.shape for part in beside)))
-    shape[axis] = sum(map(len, rows))
-    joined = np.empty(shape, dtype=np.result_type(*parts))
-    of_axis = np.moveaxis(joined, axis, 0)
+    shapes = [list(np.shape(part)) for part in parts]
+    for shape in shapes:
+        if len(shape) >= -axis:
+            shape[axis] = 1
+    whole = list(np.broadcast_shapes((1,) * -axis, *map(tuple, shapes)))
+    whole[axis] = count
+    joined = np.empty(whole, dtype=np.result_type(*parts))
     for part, mine in zip(parts, rows, strict=True):
-        whole = np.broadcast_to(part, (*shape[:axis], len(mine), *(shape[axis:][1:])))
-        of_axis[mine] = np.moveaxis(whole, axis, 0)
+        joined[_at(mine, axis)] = part
     return joined
 
 

@@ -6,9 +6,8 @@ working set while the sequence is computed again and while its gradients are mad
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import ge
 from typing import NamedTuple
-
-import numpy as np
 
 from shardwright.layout import Recompute
 
@@ -76,44 +75,58 @@ class _Tape:
             del self.live[name]
 
 
-def played(steps: Sequence[Step], source: Mapping[str, float], recompute: Recompute) -> BlockActivations:
-    """Saved tensors and moments of a sequence that starts from the one tensor of ``source``.
+def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute, BlockActivations]:
+    """Saved tensors and moments of a sequence that starts from the one tensor of ``source``, of every kind of
+    recomputation.
 
-    With recomputation the block's input is kept whether an operation needs it or not. The output, which the
-    last operation makes first, belongs to whoever reads it.
+    With recomputation the block's input is kept whether an operation needs it or not; what is needed is there
+    again before the first gradient, so that the backward pass is the same. The output, which the last
+    operation makes first, belongs to whoever reads it.
     """
     ops = [op for step in steps for op in step]
     sizes = dict(source) | {name: size for op in ops for name, size in op.makes.items()}
     needed = {name for op in ops for name in op.keeps}
-    saved = needed
-    if recompute != "none":
-        saved = set(source)
-    if recompute == "selective":
-        saved = saved | {name for op in ops for name in op.stays}
-    kept = {name: size for name, size in sizes.items() if name in saved and size}
+    again = needed | set(source)
+    stays = {name for op in ops for name in op.stays}
     output = next(iter(ops[-1].makes))
-    tape = _Tape(dict(kept) | {"grad": sizes[output]})
-    if recompute != "none":
-        _recompute(tape, steps, needed | set(source))
-    _backward(tape, ops, sizes, output)
-    return BlockActivations(kept, _worst(tape.moments))
+    backward = _backward(ops, sizes, needed, output)
+    after = backward if again == needed else _backward(ops, sizes, again, output)
+    found: dict[Recompute, BlockActivations] = {"none": BlockActivations(_kept(sizes, needed), backward)}
+    recomputed: tuple[tuple[Recompute, set[str]], ...]
+    recomputed = (("selective", stays | set(source)), ("full", set(source)))
+    for kind, saved in recomputed:
+        kept = _kept(sizes, saved)
+        tape = _Tape(dict(kept) | {"grad": sizes[output]})
+        _recompute(tape, steps, again)
+        largest = sorted(tape.moments, key=lambda moment: -moment.token_bytes)[:1]  # no gradients yet
+        found[kind] = BlockActivations(kept, _worst([*largest, *after]))
+    return found
+
+
+def _kept(sizes: Mapping[str, float], names: set[str]) -> dict[str, float]:
+    return {name: size for name, size in sizes.items() if name in names and size}
 
 
 def _recompute(tape: _Tape, steps: Sequence[Step], needed: set[str]) -> None:
     """The forward pass again, up to the last tensor that is needed; kept outputs are taken, not made."""
-    end = max(place for place, step in enumerate(steps) if any(needed & set(op.makes) for op in step))
+    makers = reversed(range(len(steps)))
+    needing = (place for place in makers if any(not needed.isdisjoint(op.makes) for op in steps[place]))
+    end = next(needing, -1)
     last_use = {name: place for place, step in enumerate(steps) for op in step for name in op.reads}
+    lasting = needed | {"grad"}
     for place, step in enumerate(steps[: end + 1]):
         makes = {name: size for op in step for name, size in op.makes.items()}
         tape.make("recompute", makes, max(op.around for op in step))
-        tape.free(
-            *(name for name in tape.live if last_use.get(name) == place and name not in needed | {"grad"})
-        )
-    tape.free(*(name for name in tape.live if name not in needed | {"grad"}))
+        tape.free(*(name for name in tape.live if last_use.get(name) == place and name not in lasting))
+    tape.free(*(name for name in tape.live if name not in lasting))
 
 
-def _backward(tape: _Tape, ops: Sequence[Op], sizes: Mapping[str, float], output: str) -> None:
-    """Gradients, last operation first; a saved tensor goes when the first operation that kept it is done."""
+def _backward(
+    ops: Sequence[Op], sizes: Mapping[str, float], saved: set[str], output: str
+) -> tuple[Moment, ...]:
+    """Gradients, last operation first; a saved tensor goes when the first operation that kept it is done.
+    Returns the worst moments."""
+    tape = _Tape(_kept(sizes, saved) | {"grad": sizes[output]})
     keeper: dict[str, Op] = {}
     for op in ops:
         for name in op.keeps:
@@ -127,6 +140,7 @@ def _backward(tape: _Tape, ops: Sequence[Op], sizes: Mapping[str, float], output
         tape.free(*(name for name in dict.fromkeys(op.keeps) if keeper[name] is op and name in tape.live))
     left = set(tape.live) - set(held.buffer)
     assert left == set(held.buffer.values()), f"left after the backward pass: {left}"
+    return _worst(tape.moments)
 
 
 @dataclass
@@ -167,11 +181,14 @@ class _Gradients:
         self.tape.free(*(done - set(self.buffer.values())))
 
 
-def _worst(moments: list[Moment]) -> tuple[Moment, ...]:
+def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """Moments that no other one exceeds in tensors and gradients alike; the first of equal ones."""
-    amounts = np.array([moment[1:] for moment in moments])
-    ours, theirs = amounts[:, None], amounts[None]
-    place = np.arange(len(moments))
-    more = np.any(theirs > ours, axis=-1) | (place[None] < place[:, None])
-    exceeded = np.any(np.all(theirs >= ours, axis=-1) & more, axis=1)
-    return tuple(moment for moment, less in zip(moments, exceeded.tolist(), strict=True) if not less)
+    kept = []
+    for place, (_, *ours) in enumerate(moments):
+        exceeded = (
+            all(map(ge, theirs, ours)) and (theirs != ours or other < place)
+            for other, (_, *theirs) in enumerate(moments)
+        )
+        if not any(exceeded):
+            kept.append(moments[place])
+    return tuple(kept)

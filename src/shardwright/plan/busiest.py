@@ -1,0 +1,87 @@
+"""The pipeline rank that all others wait for: which one it is, and its seconds for each microbatch.
+
+Most pipelines of a grid share out the model's layers alike and differ in their schedule only, so that times
+are worked out once for each way of sharing them out.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.model import ModelSpec
+from shardwright.plan.parts import Parts
+from shardwright.plan.stages import Work, alike, busiest_ranks
+from shardwright.plan.table import Floats, LayoutTable, added
+
+INSIDE = ("tp", "cp", "ep", "host")
+"""Axes whose communication stands between computations of the same microbatch."""
+
+
+class Spread(NamedTuple):
+    """Places of an axis that stand for others which are like them: ``row`` says for each which one."""
+
+    axis: int
+    row: NDArray[np.intp]
+
+    def over(self, values: Floats) -> Floats:
+        """One value of each different place as one of each place."""
+        return values.take(self.row, axis=self.axis) if values.shape[self.axis] > 1 else values
+
+
+class BusiestRank(NamedTuple):
+    """The pipeline rank with most to do: of several, which one, in every row."""
+
+    works: tuple[Work, ...]  # of the different ways of sharing out layers, if there is a ``spread``
+    parts: Parts
+    which: NDArray[np.intp]
+    spread: Spread | None
+
+    def pick(self, values: Sequence[Floats]) -> Floats:
+        """The busiest rank's of one value a rank."""
+        picked = values[0]
+        for rank, value in enumerate(values[1:], start=1):
+            picked = np.where(self.which == rank, value, picked)
+        return picked if self.spread is None else self.spread.over(picked)
+
+    def sum(self, *names: str) -> Floats:
+        """Some times of all parts that it runs for a microbatch."""
+        return self.pick([work_time(self.parts, work, names) for work in self.works])
+
+
+def work_time(parts: Parts, work: Work, names: Sequence[str]) -> Floats:
+    """Some times of all parts that a rank runs."""
+    amounts = [(work.blocks, parts.block), (work.embedding, parts.embedding), (work.head, parts.head)]
+    if parts.experts is not None:
+        amounts[0] = (work.blocks - work.expert_blocks, parts.block)
+        amounts.append((work.expert_blocks, parts.experts))
+    return added(*(count * added(*(getattr(part, name) for name in names)) for count, part in amounts))
+
+
+def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
+    """The rank that all others wait for, in every row, and its seconds for each microbatch."""
+    axis, spread = _pipeline_axis(table, parts), None
+    works = busiest_ranks(table, model)
+    if axis is not None:
+        first, row = alike(table, model)
+        works = tuple(Work(*(column.take(first, axis=axis) for column in work)) for work in works)
+        spread = Spread(axis, row)
+    if (table.pp == 1).all():
+        works = works[:1]
+    busy = [work_time(parts, work, ("forward", "backward", *INSIDE)) for work in works]
+    most = busy[0]
+    which = np.zeros((1,) * table.pp.ndim, dtype=np.intp)
+    for number, each in enumerate(busy[1:], start=1):
+        which = np.where(each > most, number, which)
+        most = np.maximum(most, each)
+    return BusiestRank(works, parts, which, spread), most if spread is None else spread.over(most)
+
+
+def _pipeline_axis(table: LayoutTable, parts: Parts) -> int | None:
+    """The axis of a grid along which pipelines lie and no part's times; None: there is none."""
+    columns = (table.pp, table.chunks, table.ends, table.schedule)
+    axes = {axis for column in columns for axis, places in enumerate(column.shape) if places > 1}
+    times = [time for part in parts if part is not None for time in part if np.ndim(time)]
+    vary = {axis for time in times for axis, places in enumerate(np.shape(time)) if places > 1}
+    return axes.pop() if len(axes) == 1 and not axes & vary else None

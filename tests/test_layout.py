@@ -12,16 +12,12 @@ from shardwright.layout import (
     Layout,
     batches_that_work,
     check_layout,
-    check_runnable,
     faults,
     model_faults,
-    not_runnable_reasons,
     ulysses_degrees,
 )
 from shardwright.model import preset
 from shardwright.plan.splits import stage_layers
-from shardwright.plan.table import table_of
-from shardwright.plan.tally import runnable_rows
 
 
 def cpus(ranks: int):
@@ -134,46 +130,6 @@ def test_no_fault_exactly_if_ranks_and_batch_agree(replicate, shard, micro_batch
     )
     agree = replicate * shard == ranks and replicate * shard * micro_batch * microbatches == batch
     assert (faults(layout, Job(seq=8, global_batch=batch), cluster_of("h100-sxm", ranks)) == []) == agree
-
-
-def test_what_the_runtime_refuses_is_said_with_every_reason():
-    job = Job(seq=8192, global_batch=8, lora_rank=8, lora_targets=("query",), accounting="megatron")
-    with pytest.raises(
-        LayoutError, match=r"sliding_window=4096 is shorter.*accounting='meg.*lora_rank=8 is only"
-    ):
-        check_runnable(preset("mistral-7b"), job, Layout())
-    assert not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), Layout()) == []
-    assert not_runnable_reasons(preset("mistral-7b"), Job(seq=4096, global_batch=8), Layout()) == []
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd_momentum", "adamw_8bit", "adafactor", "muon"])
-def test_every_optimizer_trains(optimizer):
-    job = Job(seq=8192, global_batch=8, optimizer=optimizer)
-    assert not_runnable_reasons(preset("llama-3.1-8b"), job, Layout()) == []
-
-
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adafactor", "muon"])
-def test_only_element_wise_updates_run_on_the_host(optimizer):
-    job = Job(seq=8192, global_batch=8, optimizer=optimizer)
-    (reason,) = not_runnable_reasons(preset("llama-3.1-8b"), job, Layout(offload="optimizer"))
-    assert reason.startswith(f"optimizer={optimizer!r} has no element-wise update to run on the host")
-    assert not_runnable_reasons(preset("llama-3.1-8b"), job, Layout(offload="activations")) == []
-
-
-@pytest.mark.parametrize("offload", ["optimizer", "activations", "optimizer+activations"])
-def test_offload_runs_with_adamw(offload):
-    assert (
-        not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), Layout(offload=offload))
-        == []
-    )
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_what_is_recomputed_is_not_offloaded_too(recompute):
-    kept = KEPT_BY_SELECTIVE if recompute == "selective" else ()
-    layout = Layout(offload="activations", recompute=recompute, kept=kept)
-    (reason,) = not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), layout)
-    assert reason.startswith(f"offload='activations' with recompute={recompute!r} is only modelled")
 
 
 # pp, cp and tp
@@ -320,34 +276,3 @@ def test_a_tied_embedding_stays_on_one_stage():
         "tied_pipeline": "pp=2 would put the tied embedding of model llama-3.2-1b on two stages, which is "
         "not modelled: use pp=1"
     }
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [{"tp": 2}, {"cp": 2, "cp_kind": "ring", "zero_stage": 3},
-     {"pp": 2, "schedule": "1F1B", "stage_layers": (16, 16)}],
-)  # fmt: skip
-def test_the_runtime_has_the_data_axes(axes):
-    layout = Layout(**axes)
-    (reason,) = not_runnable_reasons(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), layout)
-    axis = next(iter(axes))
-    assert reason == f"{axis}=2 is only modelled: train with the data axes"
-    with pytest.raises(LayoutError, match=rf"^plan is not runnable: {axis}=2 is only modelled"):
-        check_runnable(preset("llama-3.1-8b"), Job(seq=8192, global_batch=8), layout)
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [{"recompute": "full", "recompute_every": 2}, {"loss_chunks": 8}, {"recompute": "full"}],
-    ids=str,
-)
-def test_choices_of_memory_run(choice):
-    """A search, which masks a table by the same rules, says so too."""
-    layout, model = Layout(**choice), preset("llama-3.1-8b")
-    for precision in ("bf16", "fp8"):
-        job = Job(seq=8192, global_batch=1, precision=precision)
-        assert not_runnable_reasons(model, job, layout) == []
-    assert runnable_rows(table_of([layout], model.layers)).all()
-    offloaded = layout.model_copy(update={"offload": "optimizer"})
-    assert len(not_runnable_reasons(model, job, offloaded)) == 1
-    assert not runnable_rows(table_of([offloaded], model.layers)).any()

@@ -24,8 +24,8 @@ from shardwright.errors import (
     ShardwrightError,
 )
 from shardwright.job import Job
-from shardwright.layout import check_runnable, not_runnable_reasons
 from shardwright.model import ModelSpec, preset, preset_names
+from shardwright.plan.runnable import not_runnable_reasons
 from shardwright.planfile import Plan, load_plan, save_plan
 from shardwright.report import terminal
 from shardwright.report.explain import explain_report
@@ -211,7 +211,7 @@ def _write(best: Plan | None, output: Path | None) -> None:
     _say(f"wrote {path}")
     reasons = not_runnable_reasons(best.model, best.job, best.layout)
     if reasons:
-        _say(f"{path} is only modelled, train and check will refuse it: {'; '.join(reasons)}")
+        _say(f"{path} is only modelled, train will refuse it: {'; '.join(reasons)}")
 
 
 def _measured(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
@@ -344,7 +344,6 @@ def check(
     """Execute one rank without memory or network; exit status 1 if the ledger says otherwise."""
     loaded = load_plan(plan_path)
     _need_torch("check")
-    check_runnable(loaded.model, loaded.job, loaded.layout)
     from shardwright.check.compare import check_plan
 
     comparison = check_plan(loaded, tolerance)

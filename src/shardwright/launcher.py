@@ -12,12 +12,12 @@ from shardwright.check.compare import check_plan
 from shardwright.cluster import cluster_of
 from shardwright.errors import LayoutError, MissingExtraError, PlanFileError
 from shardwright.job import Job
-from shardwright.layout import check_runnable
 from shardwright.measure.device import measured_cluster
 from shardwright.model import preset
 from shardwright.plan.compute import model_flops_per_token
 from shardwright.plan.explain import explanation, plan_of
 from shardwright.plan.finding import find
+from shardwright.plan.runnable import check_trainable
 from shardwright.planfile import PLAN_FILE, Plan, load_plan, save_plan
 from shardwright.run.compile import BACKEND, check_compile
 from shardwright.run.dataset import TokenDataset, build_dataset
@@ -31,6 +31,9 @@ LOOP_MODEL = "bytes-5m"
 """Preset that the loop trains: small enough for two cores, large enough for its loss to fall."""
 
 LOOP_JOB = {"seq": 256, "learning_rate": 2e-3, "warmup_steps": 5, "eval_every": 20, "precision": "fp32"}
+
+LOOP_AXES = {"pp": 1, "cp": 1, "tp": 1}
+"""Degrees that the loop holds: check/compare.py knows the data axes alone."""
 
 LOOP_SEQUENCES = 8
 """Global batch of the loop, made up to a multiple of its ranks."""
@@ -55,7 +58,7 @@ def train_plan(
     """
     job = plan.job if steps is None else _shortened(plan.job, steps)
     plan = plan_of(plan.model, job, plan.cluster, plan.layout)
-    check_runnable(plan.model, plan.job, plan.layout)
+    check_trainable(plan.model, plan.job, plan.cluster, plan.layout)
     if compile_blocks:
         check_compile(plan.layout)
     torchrun = under_torchrun()
@@ -111,7 +114,7 @@ def loop_here(
     prepare_run_folder(folder)
     say(f"measuring this machine with {nproc} ranks ...")
     cluster = measured_cluster(model, job, cluster_of("cpu", nproc))
-    found = find(model, job, cluster, {}, ranking="runnable_only")
+    found = find(model, job, cluster, LOOP_AXES, ranking="runnable_only")
     path = save_plan(found.best, folder / PLAN_FILE)
     plan = load_plan(path)
     prediction = plan.prediction

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
-from shardwright.axes import DATA_AXES, EXPERT_AXES, MESH_ORDER, MESH_ORDERS
+from shardwright.axes import EXPERT_AXES, MESH_ORDER, MESH_ORDERS
 from shardwright.cluster import Cluster
 from shardwright.description import Description
 from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.job import Job
-from shardwright.model import BUILT_TYPES, ModelSpec
+from shardwright.model import ModelSpec
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_KINDS: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -247,7 +247,13 @@ def faults(layout: Layout, job: Job, cluster: Cluster) -> list[Fault]:
 
 def model_faults(layout: Layout, model: ModelSpec, job: Job) -> list[Fault]:
     """Every rule that ``layout`` breaks against the shape of ``model`` and the sequence of ``job``."""
-    rules = {
+    rules = {**model_rules(layout, model, job), **expert_rules(layout, model)}
+    return [Fault(code, message) for code, (kept, message) in rules.items() if not kept]
+
+
+def model_rules(layout: Layout, model: ModelSpec, job: Job) -> dict[str, tuple[bool, str]]:
+    """What a layout asks of heads, widths, layers and the sequence: whether it is kept, and the sentence."""
+    return {
         "tp_heads": (
             model.heads % layout.tp == 0,
             f"tp={layout.tp} does not divide heads={model.heads} (model {model.name})",
@@ -285,11 +291,9 @@ def model_faults(layout: Layout, model: ModelSpec, job: Job) -> list[Fault]:
             "modelled: use pp=1",
         ),
     }
-    rules |= _expert_rules(layout, model)
-    return [Fault(code, message) for code, (kept, message) in rules.items() if not kept]
 
 
-def _expert_rules(layout: Layout, model: ModelSpec) -> dict[str, tuple[bool, str]]:
+def expert_rules(layout: Layout, model: ModelSpec) -> dict[str, tuple[bool, str]]:
     """What ep and etp ask of the model's experts: whether it is kept, and the sentence."""
     return {
         "experts": (
@@ -336,47 +340,3 @@ def check_layout(layout: Layout, job: Job, cluster: Cluster) -> None:
     found = faults(layout, job, cluster)
     if found:
         raise LayoutError("layout: " + "; ".join(fault.message for fault in found))
-
-
-def not_runnable_reasons(model: ModelSpec, job: Job, layout: Layout) -> list[str]:
-    """Why the runtime refuses what the planner can still price; empty if it runs."""
-    missing = _not_run(layout)
-    verb = "are" if "," in missing else "is"
-    rules = {
-        f"model_type={model.model_type!r} is only modelled: train one of {', '.join(BUILT_TYPES)}": (
-            model.model_type in BUILT_TYPES
-        ),
-        f"sliding_window={model.sliding_window} is shorter than seq={job.seq}: "
-        "windowed attention is only modelled": model.sliding_window is None
-        or job.seq <= model.sliding_window,
-        f"optimizer={job.optimizer!r} has no element-wise update to run on the host: "
-        f"use offload='none', or one of {', '.join(HOST_OPTIMIZERS)}": (
-            "optimizer" not in layout.offload or job.optimizer in HOST_OPTIMIZERS
-        ),
-        f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'": job.accounting == "fsdp2",
-        f"{missing} {verb} only modelled: train with the data axes": not missing,
-        f"lora_rank={job.lora_rank} is only modelled: train all parameters": job.lora_rank == 0,
-        f"packing={job.packing!r} is only read, attention does not keep to it yet: use 'windows'": (
-            job.packing == "windows"
-        ),
-        f"offload={layout.offload!r} is only modelled: use 'none'": layout.offload == "none",
-        f"offload={layout.offload!r} with recompute={layout.recompute!r} is only modelled: use 'none' for "
-        "one of them": "activations" not in layout.offload or layout.recompute == "none",
-    }
-    return [reason for reason, runs in rules.items() if not runs]
-
-
-def _not_run(layout: Layout) -> str:
-    """The axes of more than one rank that the runtime has not."""
-    return ", ".join(
-        f"{axis}={getattr(layout, axis)}"
-        for axis in (*MESH_ORDER, *EXPERT_AXES)
-        if axis not in DATA_AXES and getattr(layout, axis) > 1
-    )
-
-
-def check_runnable(model: ModelSpec, job: Job, layout: Layout) -> None:
-    """Raises: LayoutError: the runtime cannot execute this plan, with every reason."""
-    reasons = not_runnable_reasons(model, job, layout)
-    if reasons:
-        raise LayoutError("plan is not runnable: " + "; ".join(reasons))

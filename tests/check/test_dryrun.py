@@ -340,7 +340,8 @@ BROKEN_RUNTIMES = {
         lambda **policy: MixedPrecisionPolicy(**policy | {"reduce_dtype": torch.bfloat16}), {REDUCE},
     ),
     "nothing recomputed": (
-        Plan(recompute="full"), step, "apply_recompute", lambda *_: None, {"activations at peak", "peak"},
+        Plan(recompute="full"), step, "apply_recompute", lambda *_, **__: None,
+        {"activations at peak", "peak"},
     ),
     "norm of one shard": (Plan(m=1), step, "gradient_norm", local_norm, {"dp_shard all_reduce"}),
     "three moments": (Plan(m=1), step, "build_optimizer", third_moment, {"optimizer", "peak"}),

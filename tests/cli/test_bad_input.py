@@ -65,6 +65,8 @@ def test_a_model_that_does_not_exist(run, tmp_path):
 
 # A job or a cluster that cannot be
 
+DATA = ("--tp=1", "--pp=1", "--cp=1", "--runnable")
+
 
 @pytest.mark.parametrize(
     ("options", "parts"),
@@ -94,8 +96,14 @@ def test_a_model_that_does_not_exist(run, tmp_path):
         (["--schedule=1F1C"], ["--schedule='1F1C' is unknown (did you mean '1F1B'?)"]),
         (["--cp-kind=rings"], ["--cp-kind='rings' is unknown (did you mean 'ring'?)"]),
         (["--runnable", "--modelled"], ["--runnable and --modelled contradict each other: leave one out"]),
-        (["--runnable", "--tp=2"], ["tp=2 is only modelled, and only what runs is asked for: leave one"]),
-        (["--runnable", "--precision=fp8"], ["plan is not runnable: precision='fp8' is only modelled"]),
+        (
+            ["--runnable", "--schedule=DualPipe"],
+            ["schedule=DualPipe is only modelled, and only what runs is asked for: leave one"],
+        ),
+        (
+            ["--runnable", "--lora-rank=8", "--lora-targets=query"],
+            ["only what runs is asked for: lora_rank=8 is only modelled"],
+        ),
         (["--why=tp"], ["--why: 'tp' is no part of a layout: give degrees as tp=8 (pp, "]),
         (["--why="], ["--why: '' is no part of a layout"]),
         (["--why=tp=0"], ["--why: 'tp=0': tp must be a whole number of at least 1"]),
@@ -147,8 +155,8 @@ def test_measuring_is_for_this_machine(run):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--global-batch=12", "--runnable"], ["global_batch (4): ", "divide global_batch=12: ", " 8 or 16"]),
-        (["--global-batch=4", "--runnable"], ["fewer_samples_than_ranks (4): ", "outnumber global_batch=4"]),
+        (["--global-batch=12", *DATA], ["global_batch (4): ", "divide global_batch=12: ", " 8 or 16"]),
+        (["--global-batch=4", *DATA], ["fewer_samples_than_ranks (4): ", "outnumber global_batch=4"]),
         (["--global-batch=8", "--dp-shard=3"], ["no row has dp_shard=3: use 1 or 2 or 4 or 8"]),
         (
             ["--global-batch=8", "--schedule=gpipe", "--pp=1"],
@@ -284,14 +292,14 @@ def test_what_is_only_modelled_is_refused(run, plan_file, change, part, command)
     ],
     ids=["tp", "cp", "pp"],
 )
-@pytest.mark.parametrize("command", ["train", "check"])
-def test_axes_that_are_only_modelled_are_refused_and_leave_nothing(run, tmp_path, layout, command):
+def test_axes_that_train_and_are_not_compared(run, tmp_path, layout, one_thread):
     plan = explain.plan_of(SPEC, Job(seq=32, global_batch=4, precision="fp32"), cluster_of("cpu", 2), layout)
     save_plan(plan, tmp_path / "p.toml")
-    outcome = run(command, "p.toml")
-    refused(outcome, "plan is not runnable: ", "is only modelled: train with the data axes")
+    refused(run("check", "p.toml"), "=2: the ledger is compared on data axes alone, train runs it")
     assert [path.name for path in tmp_path.iterdir()] == ["p.toml"]
     assert run("explain", "p.toml").status == 0
+    trained = run("train", "p.toml", "--steps=2", "--json")
+    assert (trained.status, len(trained.document["losses"])) == (0, 2)
 
 
 def test_a_plan_for_gpus_that_are_not_here(run, tmp_path, monkeypatch):

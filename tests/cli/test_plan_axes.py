@@ -56,24 +56,23 @@ def test_ranked_by_time_alone(run):
 
 
 def test_a_modelled_plan_is_written_with_a_note(run, tmp_path):
-    outcome = run("plan", *LARGE, "-o", "p.toml")
+    outcome = run("plan", *LARGE, "--schedule=ZB-H1", "-o", "p.toml")
     assert outcome.status == 0
     assert "best layouts, only modelled" in outcome.out
     wrote, note = outcome.err.splitlines()
     assert wrote == "wrote p.toml"
-    assert note.startswith("p.toml is only modelled, train and check will refuse it: ")
+    assert note.startswith("p.toml is only modelled, train will refuse it: ")
     assert run("explain", "p.toml", "--json").document["runnable"] is False
-    layout = load_plan(tmp_path / "p.toml").layout
-    assert layout.pp * layout.cp * layout.tp > 1
-    refused(run("train", "p.toml"), "plan is not runnable: ", "train with the data axes")
+    assert load_plan(tmp_path / "p.toml").layout.schedule == "ZB-H1"
+    refused(run("train", "p.toml"), "plan is not runnable: schedule='ZB-H1' is only modelled: train with one")
     assert [path.name for path in tmp_path.iterdir()] == ["p.toml"]
 
 
-def test_a_precision_that_does_not_run_is_ranked_by_time(run):
-    outcome = run("plan", *JOB, "--precision=fp8", "-o", "p.toml")
+def test_a_job_that_does_not_run_is_ranked_by_time(run):
+    outcome = run("plan", *JOB, "--lora-rank=8", "--lora-targets=query", "-o", "p.toml")
     assert outcome.document["ranking"] == "time"
     assert outcome.document["feasible_runnable"] == 0
-    assert "precision='fp8' is only modelled" in outcome.err
+    assert "lora_rank=8 is only modelled" in outcome.err
 
 
 def test_why(run, tmp_path):

@@ -68,7 +68,7 @@ def test_experts_that_are_shared_out_rest_on_an_assumption(run):
         (["--objective=cost"], ["--objective cost needs a price: give --price 2.5"]),
         (["--objective=cost", "--price=0"], ["--price=0.0 must be finite and above 0"]),
         (["--objective=gpus", "--why=tp=8"], ["--why compares with the fastest: leave out --objective gpus"]),
-        (["--runnable", "--offload=optimizer"], ["offload=optimizer is only modelled, and only what runs"]),
+        (["--runnable", "--schedule=ZB-H2"], ["schedule=ZB-H2 is only modelled, and only what runs"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )

@@ -16,11 +16,12 @@ from shardwright.cluster import cluster_of
 from shardwright.derive.spec import counted, derived, model_of
 from shardwright.errors import ModelError
 from shardwright.job import Job
-from shardwright.layout import Layout, not_runnable_reasons
+from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.plan.counts import active_parameters
 from shardwright.plan.finding import find
 from shardwright.plan.params import parameter_table
+from shardwright.plan.runnable import not_runnable_reasons
 
 MHA = {
     "vocab_size": 96,

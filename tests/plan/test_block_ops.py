@@ -20,8 +20,9 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
+        outputs, inputs = base.weight.shape
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x)) * 2.0

@@ -13,7 +13,6 @@ from shardwright.plan.search import search
 from shardwright.plan.space import search_space
 from shardwright.plan.step import step_time
 from shardwright.plan.table import table_of
-from shardwright.plan.tally import runnable_rows
 from shardwright.plan.traffic import merged, traffic
 
 # tp
@@ -181,7 +180,7 @@ def test_7_to_14_b_on_a_node_end_in_sharded_data_parallel(name, seq):
     assert best.pp == best.cp == best.tp == 1
     assert best.dp == 8
     assert best.dp_shard > 1
-    assert runnable_rows(found.rows([int(fastest)])).all()
+    assert found.runs([int(fastest)]).all()
 
 
 def test_what_comes_first_has_been_simulated(llama_405b):

@@ -20,7 +20,6 @@ from shardwright.plan.search import check_found, rejection_notes, search
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.step import mfu, step_time
 from shardwright.plan.table import table_of
-from shardwright.plan.tally import runnable_rows
 from shardwright.units import GiB
 
 MiB = 2**20
@@ -38,7 +37,7 @@ def closed_forms(monkeypatch):
 def assert_ranked(found, limit):
     """What fits and nothing else; what runs first, each part by time."""
     assert set(found.best.tolist()) == set(np.flatnonzero(found.device <= limit).tolist())
-    runs = runnable_rows(found.rows(found.best))
+    runs = found.runs(found.best)
     assert (np.diff(runs.astype(int)) <= 0).all()
     for part in (found.best[runs], found.best[~runs]):
         assert (np.diff(found.time[part]) >= 0).all()
@@ -71,7 +70,7 @@ def test_search_is_trying_every_layout_alone(ranks, batch, model):
         expected = alone(model, job, cluster, found.rows([row]))
         assert (found.device[row], found.time[row]) == pytest.approx(expected, rel=1e-9)
     assert found.feasible == (found.device <= 6 * MiB).sum()
-    assert found.feasible_runnable == runnable_rows(found.rows(found.best)).sum()
+    assert found.feasible_runnable == found.runs(found.best).sum()
     assert_ranked(found, 6 * MiB)
     assert_counted(found)
 
@@ -100,7 +99,7 @@ def test_pruning_loses_nothing_that_is_best(model, shape, memory, precision):
         assert (device, time) == pytest.approx(every_row[row], rel=1e-9)
     for runs in (True, False):
         best = [
-            result.time[result.best[runnable_rows(result.rows(result.best)) >= runs]].min(initial=np.inf)
+            result.time[result.best[result.runs(result.best) >= runs]].min(initial=np.inf)
             for result in (found, every)
         ]
         assert best[0] == pytest.approx(best[1], rel=1e-9)

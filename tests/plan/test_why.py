@@ -139,7 +139,7 @@ def test_a_host_without_room_is_a_broken_rule():
     poor = CLUSTER.model_copy(update={"device": device})
     found = why("dp_shard=32 offload=optimizer recompute=full", cluster=poor)
     assert [fault["code"] for fault in found["faults"]] == ["host_memory"]
-    assert "offload='optimizer' keeps 16.43 GiB on the host" in found["verdict"][0]
+    assert "offload='optimizer' keeps 32.85 GiB on the host" in found["verdict"][0]
     assert codes("dp_shard=32 offload=optimizer recompute=full") == []
 
 

@@ -38,12 +38,14 @@ class Row(NamedTuple):
     optimizer: str
     empty: tuple[int, ...]  # sequences of the global batch without an unmasked token
     packed: bool  # several documents in a sequence
+    compiled: bool
 
     @property
     def label(self) -> str:
         """Name of the test."""
         parts = [self.layout.label.replace(" ", "-"), self.model, self.optimizer]
-        parts += ["empty" + "".join(map(str, self.empty))] * bool(self.empty) + ["packed"] * self.packed
+        parts += ["empty" + "".join(map(str, self.empty))] * bool(self.empty)
+        parts += ["packed"] * self.packed + ["compiled"] * self.compiled
         return "-".join(parts)
 
 
@@ -68,6 +70,7 @@ def row(
     optimizer: str = "adamw",
     empty: tuple[int, ...] = (),
     packed: bool = False,
+    compiled: bool = False,
     **fields: Any,
 ) -> Row:
     """A row with what follows from its fields filled in: the ZeRO stage, and the layers of each stage."""
@@ -81,7 +84,7 @@ def row(
         values["microbatches"] = 2 * pp
     if fields.get("recompute") == "selective":
         values["kept"] = KEPT_BY_SELECTIVE
-    return Row(Layout(**values | fields), model, optimizer, empty, packed)
+    return Row(Layout(**values | fields), model, optimizer, empty, packed, compiled)
 
 
 def plan_of(row: Row, precision: str = "fp64"):
@@ -96,8 +99,9 @@ def found_by_ranks(row: Row, precision: str = "fp64") -> Found:
     """What the ranks of a row find together; all must find the same losses and norms."""
     spec, job, batches = plan_of(row, precision)
     every = run_ranks(
-        parallel_steps, row.layout.ranks, spec, job, row.layout, batches, timeout_s=RANK_TIMEOUT_S
-    )
+        parallel_steps, row.layout.ranks, spec, job, row.layout, batches, 1.0,
+        "aot_eager" if row.compiled else None, timeout_s=RANK_TIMEOUT_S,
+    )  # fmt: skip
     for other in every:
         assert other.losses == every[0].losses, "ranks differ in their losses"
         assert other.norms == every[0].norms, "ranks differ in their norms"
@@ -270,7 +274,32 @@ EXPERT_ROWS = [
     row("deep_experts", pp=2, **ONE_BY_ONE, ep=2, tp=2, sp=True, recompute="full", **ONE),
 ]
 
+COMPILED_ROWS = [  # traced and differentiated by torch.compile, run as eager operations
+    *(row(compiled=True, **data) for data in (SHARD, {"tp": 2}, {"tp": 2, "sp": True} | SHARD)),
+    row("deep", pp=2, **ONE_BY_ONE, compiled=True),
+    row("experts", ep=2, **SHARD, compiled=True),
+    row(**RING, recompute="full", compiled=True),
+]
+
+OFFLOAD_ROWS = [
+    row(**SHARD, offload="optimizer"),
+    row(tp=2, sp=True, offload="optimizer+activations"),
+    row(**RING, offload="activations"),
+    *(row("deep", pp=2, **schedule, offload="optimizer+activations") for schedule in (ONE_BY_ONE, ZBV)),
+    row("experts", ep=2, **SHARD, offload="optimizer+activations"),
+]
+
 ALL_DENSE_AXES = row("deep", pp=2, **ONE_BY_ONE, tp=2, sp=True, **RING, **ONE)
 """On 16 ranks."""
 
-ROWS = [*DATA_ROWS, *CHUNKED_ROWS, *TP_ROWS, *PP_ROWS, *CONTEXT_ROWS, *EXPERT_ROWS, ALL_DENSE_AXES]
+ROWS = [
+    *DATA_ROWS,
+    *CHUNKED_ROWS,
+    *TP_ROWS,
+    *PP_ROWS,
+    *CONTEXT_ROWS,
+    *EXPERT_ROWS,
+    *COMPILED_ROWS,
+    *OFFLOAD_ROWS,
+    ALL_DENSE_AXES,
+]

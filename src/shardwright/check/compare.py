@@ -5,12 +5,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwright.axes import DATA_AXES, EXPERT_AXES, MESH_ORDER
 from shardwright.check.dryrun import Execution, dry_run
+from shardwright.errors import LayoutError
 from shardwright.plan.memory import Ledger, memory_ledger
 from shardwright.plan.moments import timeline
+from shardwright.plan.runnable import check_trainable
 from shardwright.plan.table import LayoutTable, table_of
 from shardwright.plan.traffic import merged, traffic
 from shardwright.planfile import Plan
+
+NOT_COMPARED = tuple(axis for axis in (*MESH_ORDER, *EXPERT_AXES) if axis not in DATA_AXES)
+"""Axes whose collectives and stages the comparison does not know."""
 
 MEMORY_TOLERANCE = 0.02
 """Largest difference of a term at the peak, as a share of it. The resting state and traffic have none."""
@@ -62,7 +68,15 @@ class Comparison:
 
 
 def check_plan(plan: Plan, memory_tolerance: float = MEMORY_TOLERANCE) -> Comparison:
-    """Dry-run one rank of ``plan`` and compare."""
+    """Dry-run one rank of ``plan`` and compare.
+
+    Raises: LayoutError: the runtime does not execute the plan, or its axes are not compared.
+    """
+    check_trainable(plan.model, plan.job, plan.cluster, plan.layout)
+    others = [axis for axis in NOT_COMPARED if getattr(plan.layout, axis) > 1]
+    if others:
+        named = ", ".join(f"{axis}={getattr(plan.layout, axis)}" for axis in others)
+        raise LayoutError(f"layout has {named}: the ledger is compared on data axes alone, train runs it")
     return compare(plan, dry_run(plan.model, plan.job, plan.layout), memory_tolerance)
 
 

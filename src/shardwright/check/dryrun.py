@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.plan.holdings import TOKEN_BYTES
+from shardwright.plan.holdings import token_bytes
 from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import ACTIVATIONS, Collective, MemoryMeter, Sent
 from shardwright.run.model import Microbatch
@@ -67,7 +67,7 @@ def dry_run(
             with meter:
                 stepper.step(1, _microbatches(job, layout, count))
         left_out = layout.microbatches - count
-        ids = left_out * TOKEN_BYTES * layout.micro_batch * job.seq
+        ids = left_out * token_bytes(job) * layout.micro_batch * job.seq
         return Execution(
             at_rest=meter.at_rest,
             at_peak=meter.at_peak | {ACTIVATIONS: meter.at_peak[ACTIVATIONS] + ids},

@@ -9,7 +9,7 @@ import shardwright
 from shardwright.cluster import Cluster
 from shardwright.errors import LayoutError
 from shardwright.job import Job
-from shardwright.layout import Layout, not_runnable_reasons
+from shardwright.layout import Layout
 from shardwright.model import BUILT_TYPES, ModelSpec
 from shardwright.plan.activations import Split, block_activations
 from shardwright.plan.budget import HOST, budget_rows, traffic_rows
@@ -19,6 +19,7 @@ from shardwright.plan.moments import timeline
 from shardwright.plan.other_runtimes import llama_block_saved_bytes
 from shardwright.plan.params import parameter_table
 from shardwright.plan.pipeline import simulated_step
+from shardwright.plan.runnable import not_runnable_reasons
 from shardwright.plan.schedule import why_not
 from shardwright.plan.sensitivity import fitting, sensitivities
 from shardwright.plan.stage_ledger import memory_terms, stage_account, term_sources

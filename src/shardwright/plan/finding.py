@@ -11,7 +11,6 @@ from shardwright.axes import MESH_ORDER
 from shardwright.cluster import Cluster
 from shardwright.errors import JobError, LayoutError
 from shardwright.job import Job
-from shardwright.layout import Layout, check_runnable, not_runnable_reasons
 from shardwright.model import ModelSpec
 from shardwright.plan.columns import choices
 from shardwright.plan.explain import plan_of
@@ -19,9 +18,9 @@ from shardwright.plan.memory import memory_ledger
 from shardwright.plan.nothing import check_fits
 from shardwright.plan.pareto import pareto_rows
 from shardwright.plan.pipeline import simulated_step
+from shardwright.plan.runnable import RUNNABLE_COLUMNS, job_refusals, not_runnable_reasons
 from shardwright.plan.search import SearchResult, rejection_notes, search
 from shardwright.plan.step import mfu, tokens_per_second_per_device
-from shardwright.plan.tally import runnable_rows
 from shardwright.plan.traffic import traffic
 from shardwright.planfile import Plan
 from shardwright.units import BYTES, HOUR, format_bytes, format_time, parse_quantity
@@ -34,11 +33,6 @@ Ranking = Literal["runnable_first", "runnable_only", "time"]
 
 MOST_ROWS_TO_CHOOSE_FROM = 10_000
 """Of those that are ranked, among which those to show are looked for."""
-
-RUNNABLE_COLUMNS = {
-    "pp": 1, "cp": 1, "tp": 1, "ep": 1, "recompute_every": 1, "loss_chunks": 1, "offload": 0,
-}  # fmt: skip
-"""Columns of the layouts that the runtime executes; tally.py:runnable_rows is the mask of it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ def find(
     """
     limit = memory_limit(max_memory)
     given = columns_asked(model, job, fixed, ranking)
-    if ranking != "runnable_only" and not_runnable_reasons(model, job, Layout()):
+    if ranking != "runnable_only" and any(job_refusals(model, job)):
         ranking = "time"
     result = search(model, job, cluster, given, limit)
     check_fits(model, job, cluster, result, given, limit)
@@ -92,17 +86,19 @@ def columns_asked(model: ModelSpec, job: Job, fixed: Wishes, ranking: Ranking) -
     }
     if ranking != "runnable_only":
         return given
-    check_runnable(model, job, Layout())
-    clashing = [
-        f"{column}={choices(column, given[column])}"
-        for column, value in RUNNABLE_COLUMNS.items()
-        if value not in given.get(column, [value])
-    ]
+    refused = list(job_refusals(model, job))
+    if refused:
+        raise LayoutError("only what runs is asked for: " + "; ".join(refused))
+    both = {
+        column: [value for value in runs if value in given.get(column, runs)]
+        for column, runs in RUNNABLE_COLUMNS.items()
+    }
+    clashing = [f"{column}={choices(column, given[column])}" for column, values in both.items() if not values]
     if clashing:
         raise LayoutError(
             f"{', '.join(clashing)} is only modelled, and only what runs is asked for: leave one of them out"
         )
-    return {**given, **{column: [value] for column, value in RUNNABLE_COLUMNS.items()}}
+    return {**given, **both}
 
 
 def memory_limit(text: str | None) -> float | None:
@@ -120,14 +116,13 @@ def memory_limit(text: str | None) -> float | None:
 def _document(
     model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult, shown: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    job_reasons = not_runnable_reasons(model, job, Layout())
     return {
         "model": model.name,
         "considered": result.considered,
         "evaluated": result.evaluated,
         "pruned": result.pruned,
         "feasible": result.feasible,
-        "feasible_runnable": 0 if job_reasons else result.feasible_runnable,
+        "feasible_runnable": 0 if any(job_refusals(model, job)) else result.feasible_runnable,
         "rejected": dict(result.rejected),
         "rejected_notes": rejection_notes(model, job, cluster, result),
         "search_time": result.search_time,
@@ -158,7 +153,7 @@ def _assumed(model: ModelSpec, job: Job, cluster: Cluster, experts_shared: bool)
 def _shown(result: SearchResult, ranking: Ranking, top: int) -> list[int]:
     """The ``top`` best rows; where those that run come first, these alone, and behind them as many that are
     faster but only modelled."""
-    runs = _runs(result, result.best)
+    runs = result.runs(result.best)
     if ranking == "time" or not runs[0]:
         return _of_each_mesh(result, result.best, top)
     first = result.best[runs][:top].tolist()
@@ -195,11 +190,7 @@ def _by_time(result: SearchResult) -> NDArray[np.intp]:
     """The rows that fit, by time alone; of equal ones what runs, and what has no need of the host, first."""
     best = result.best
     table = result.rows(best)
-    return best[np.lexsort((result.device[best], table.offload, ~runnable_rows(table), result.time[best]))]
-
-
-def _runs(result: SearchResult, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    return runnable_rows(result.rows(rows))
+    return best[np.lexsort((result.device[best], table.offload, ~result.runs(best), result.time[best]))]
 
 
 def _of_each_mesh(result: SearchResult, ordered: NDArray[np.intp], top: int) -> list[int]:
@@ -211,7 +202,7 @@ def _of_each_mesh(result: SearchResult, ordered: NDArray[np.intp], top: int) -> 
     table = result.rows(near)
     meshes = np.stack([getattr(table, axis) for axis in MESH_ORDER], axis=1)
     first = np.unique(meshes, axis=0, return_index=True)[1]
-    passed_over = ~(runnable_rows(table) | np.isin(np.arange(len(near)), first))
+    passed_over = ~(result.runs(near) | np.isin(np.arange(len(near)), first))
     chosen = np.sort(np.argsort(passed_over, kind="stable")[:top])
     picked: list[int] = near[chosen].tolist()
     return picked

@@ -30,8 +30,11 @@ from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, Weight,
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats, LayoutTable, added, distinct, part_along
 
-TOKEN_BYTES = 16
-"""One token id and one target, int64 each, of every microbatch of a step."""
+
+def token_bytes(job: Job) -> int:
+    """Of every token of a step [B]: its id, its target and, where documents are packed, its document, int64
+    each."""
+    return 8 * (2 if job.packing == "windows" else 3)
 
 
 class Held(NamedTuple):
@@ -255,7 +258,7 @@ def rank_step(
         saved=saved,
         resident=resident,
         others=(stage.in_flight - 1) * in_flight,
-        ids=TOKEN_BYTES * tokens * table.microbatches,
+        ids=token_bytes(job) * tokens * table.microbatches,
         tables=rotary_table_bytes(model, job.seq, job.precision),
         residual=residual,
         normed=element * model.hidden,

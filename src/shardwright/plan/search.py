@@ -33,9 +33,10 @@ from shardwright.plan.evaluate import (
 from shardwright.plan.memory import Ledger, memory_ledger
 from shardwright.plan.pipeline import simulated_times
 from shardwright.plan.placement import shared_routes
+from shardwright.plan.runnable import runnable_rows
 from shardwright.plan.space import BATCH, INNER, MEMORY, Grid, Space, search_space
 from shardwright.plan.table import Floats, LayoutTable
-from shardwright.plan.tally import Kept, Tally, joined, runnable_rows
+from shardwright.plan.tally import Kept, Tally, joined
 from shardwright.units import format_bytes
 
 REASONS = ("fewer_samples_than_ranks", "global_batch", "constraint", "schedule", "out_of_memory")
@@ -72,6 +73,7 @@ class SearchResult:
     """
 
     kept: Kept
+    job: Job
     layers: int
     considered: int
     evaluated: int
@@ -104,6 +106,10 @@ class SearchResult:
         """The table of some kept layouts."""
         return self.table.take(np.asarray(rows, dtype=np.intp))
 
+    def runs(self, rows: Sequence[int] | NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether the runtime executes them, of some kept layouts."""
+        return runnable_rows(self.rows(rows), self.job)
+
     def layout(self, row: int) -> Layout:
         """One kept layout."""
         return self.table.layout(row, self.layers)
@@ -127,16 +133,16 @@ def search(
     start = time.perf_counter()
     space = search_space(model, job, cluster.ranks, fixed)
     limit = min(cluster.device.memory, max_memory or np.inf)
-    tally = Tally(keep, exhaustive, limit)
+    tally = Tally(job, keep, exhaustive, limit)
     grids, wanted = _wanted(job, space, fixed or {})
     unordered = sum(grid.rows - grid.ordered_rows for grid in grids)
     _evaluate_all(model, job, cluster, grids, tally)
     pruned = wanted - unordered - tally.evaluated - tally.too_large
     kept = tally.kept()
-    best = _ranked(kept, limit)
+    best = _ranked(kept, limit, job)
     if not exhaustive:
         kept = _finals(model, job, cluster, kept, limit)
-        best = _ranked(kept, limit)
+        best = _ranked(kept, limit, job)
     counts = {
         FEWER_SAMPLES: sum(dp > job.global_batch for dp in space.unshared),
         GLOBAL_BATCH: sum(dp <= job.global_batch for dp in space.unshared),
@@ -147,17 +153,18 @@ def search(
     rejected = {name: count for name, count in counts.items() if count}
     notes = _notes(job, cluster, space, rejected) | _constraint_note(space, rejected, fixed or {}, wanted)
     return SearchResult(
-        kept=kept, layers=model.layers, considered=space.rows, evaluated=tally.evaluated, pruned=pruned,
-        feasible=tally.feasible, feasible_runnable=tally.feasible_runnable, rejected=rejected, best=best,
+        kept=kept, job=job, layers=model.layers, considered=space.rows, evaluated=tally.evaluated,
+        pruned=pruned, feasible=tally.feasible, feasible_runnable=tally.feasible_runnable,
+        rejected=rejected, best=best,
         misses=joined(tally.misses), limit=limit, search_time=time.perf_counter() - start, notes=notes,
     )  # fmt: skip
 
 
-def _ranked(kept: Kept, limit: float) -> NDArray[np.intp]:
+def _ranked(kept: Kept, limit: float, job: Job) -> NDArray[np.intp]:
     """What fits: runnable first, then by time, by memory, and the order of the mesh that is usual."""
     fitting = np.flatnonzero(kept.device <= limit)
     table = kept.table.take(fitting)
-    keys = (table.order, kept.device[fitting], kept.time[fitting], ~runnable_rows(table))
+    keys = (table.order, kept.device[fitting], kept.time[fitting], ~runnable_rows(table, job))
     return fitting[np.lexsort(keys)]
 
 
@@ -166,8 +173,8 @@ def _finals(model: ModelSpec, job: Job, cluster: Cluster, kept: Kept, limit: flo
     again for those that come to the front thereby."""
     time, known = kept.time.copy(), kept.table.pp == 1
     for _ in range(ROUNDS):
-        best = _ranked(Kept(kept.table, kept.device, time), limit)
-        runs = runnable_rows(kept.table.take(best))
+        best = _ranked(Kept(kept.table, kept.device, time), limit, job)
+        runs = runnable_rows(kept.table.take(best), job)
         fastest = best[np.argsort(time[best], kind="stable")]
         front = np.concatenate([best[runs][:FRONT], fastest[:FRONT]])
         if known[front].all():
@@ -284,7 +291,7 @@ def _to_beat(grid: Grid, tally: Tally) -> float:
     """The step that a layout of the grid must be faster than to matter."""
     if tally.exhaustive:
         return float(np.inf)
-    if runnable_rows(grid.table).any():
+    if runnable_rows(grid.table, tally.job).any():
         return tally.fastest[True]
     return min(tally.fastest.values())
 

@@ -6,15 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.job import Job
 from shardwright.plan.evaluate import Evaluated
 from shardwright.plan.memory import NO_ROOM
+from shardwright.plan.runnable import runnable_rows
 from shardwright.plan.table import Floats, LayoutTable
-
-
-def runnable_rows(table: LayoutTable) -> NDArray[np.bool_]:
-    """Rows that the runtime can execute, as far as the layout decides it."""
-    one_axis = (table.pp == 1) & (table.cp == 1) & (table.tp == 1) & (table.ep == 1)
-    return np.asarray(one_axis & (table.offload == 0))
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,8 @@ class Kept:
 class Tally:
     """What a search has seen so far."""
 
-    def __init__(self, keep: int, exhaustive: bool, limit: float) -> None:
+    def __init__(self, job: Job, keep: int, exhaustive: bool, limit: float) -> None:
+        self.job = job
         self.keep, self.exhaustive, self.limit = keep, exhaustive, limit
         self.evaluated = self.feasible = self.feasible_runnable = self.out_of_memory = 0
         self.too_large = 0  # of those out of memory, the ones whose time was not worked out
@@ -56,7 +53,7 @@ class Tally:
             self._add_misses(part, fits)
         if self.exhaustive:
             layouts = np.flatnonzero(seconds < np.inf)
-            runs = runnable_rows(grid.table.take(layouts))
+            runs = runnable_rows(grid.table.take(layouts), self.job)
             for runnable in (True, False):
                 self.pools[runnable].append(kept_rows(part, layouts[runs == runnable]))
         if feasible:
@@ -71,7 +68,7 @@ class Tally:
             self._add_misses(real, real.device <= self.limit)
 
     def _add_feasible(self, part: Evaluated, ranked: Floats) -> None:
-        runs = runnable_rows(part.grid.table)
+        runs = runnable_rows(part.grid.table, self.job)
         for runnable in (True, False):
             mine = runs == runnable
             if mine.any():

@@ -16,7 +16,6 @@ from shardwright.layout import (
     SCHEDULE_NAMES,
     Fault,
     Layout,
-    not_runnable_reasons,
 )
 from shardwright.model import ModelSpec
 from shardwright.plan.asked import completed, layout_fields, parse_layout
@@ -28,6 +27,7 @@ from shardwright.plan.memory import device_memory
 from shardwright.plan.pipeline import simulated_times
 from shardwright.plan.placement import placements
 from shardwright.plan.rules import BATCH_CODES, broken_rules
+from shardwright.plan.runnable import not_runnable_reasons
 from shardwright.plan.schedule import why_not
 from shardwright.plan.space import LOSS_CHUNKS
 from shardwright.plan.step import step_time

@@ -1,5 +1,6 @@
 """Local ranks: results come back, failures name the rank and its own error, nothing is left running."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -10,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import BASE, RaggedBatches, job_of, torch_batches
 
 from shardwright.errors import DataError, LayoutError, MissingExtraError, RunFailedError
-from shardwright.run.launch import check_world, run_ranks, torchrun_rank, under_torchrun
+from shardwright.layout import Layout
+from shardwright.run.init import initialise
+from shardwright.run.launch import _record_flight, check_world, run_ranks, torchrun_rank, under_torchrun
+from shardwright.run.mesh import build_mesh
+from shardwright.run.step import Stepper, parallel_model
 
 
 def world_sum(value):
@@ -97,6 +103,19 @@ def test_a_killed_rank_is_named_by_its_signal_with_what_it_wrote():
         run_ranks(dies_on, 3, 1)
 
 
+def sends_too_much():
+    faulthandler.disable()  # pytest's, which a fork inherits
+    dist.all_reduce(torch.ones(10 if dist.get_rank() == 1 else 200_000))
+
+
+def test_a_rank_that_a_library_aborts_is_named_with_the_library_s_words():
+    with pytest.raises(
+        RunFailedError,
+        match=r"(?s)^rank 1 failed: SIGABRT: .*Received data size doesn't match.*after it: rank 0",
+    ):
+        run_ranks(sends_too_much, 2, timeout_s=20)
+
+
 def test_a_hang_ends_by_the_timeout_of_the_collective():
     start = time.monotonic()
     with pytest.raises(RunFailedError, match=r"ranks \[1\] were still running and were ended"):
@@ -172,9 +191,77 @@ def test_torchrun_world_is_checked_before_any_group_exists(monkeypatch):
     assert not dist.is_initialized()
 
 
-def test_torchrun_rank_runs_in_this_process(monkeypatch, free_port):
+def test_torchrun_rank_runs_in_this_process_and_leaves_its_error_for_torchrun(
+    monkeypatch, free_port, tmp_path
+):
     values = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**values, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert torchrun_rank(waits, 1, 0) == 0
     assert not dist.is_initialized()
+    monkeypatch.setenv("MASTER_PORT", str(free_port + 1))
+    with pytest.raises(ValueError, match="bad shard"):
+        torchrun_rank(raises_on, 1, 0, ValueError("bad shard"))
+    dist.destroy_process_group()
+    assert "bad shard" in (tmp_path / "error.json").read_text()
+
+
+def raises_inside(rank):
+    if dist.get_rank() == rank:
+        try:
+            raise ValueError("bad stage")
+        except ValueError as inner:
+            raise RuntimeError("a wall of text about the stage") from inner
+    dist.barrier()
+
+
+def test_an_error_that_was_wrapped_is_shown_by_its_cause():
+    with pytest.raises(RunFailedError, match=r"(?s)^rank 1 failed: ValueError: bad stage\n.*raises_inside"):
+        run_ranks(raises_inside, 2, 1)
+
+
+def fails_in_a_stage():
+    layout = Layout(pp=2, schedule="1F1B", stage_layers=(1, 1), microbatches=2)
+    job, mesh = job_of(2), build_mesh(layout, "cpu")
+    model = parallel_model(BASE, job, layout, mesh)
+    initialise(model, 0, torch.device("cpu"))
+    stepper = Stepper(model, job, layout, mesh)
+    if dist.get_rank() == 1:
+        model.stages[0].model.norm.register_forward_pre_hook(spoil)
+    stepper.backward(torch_batches(RaggedBatches(BASE.vocab, job.seq), 0, layout, 0))
+
+
+def spoil(module, inputs):
+    raise ZeroDivisionError("norm of nothing")
+
+
+def test_a_failure_inside_a_pipeline_is_the_stage_s_own():
+    start = time.monotonic()
+    with pytest.raises(RunFailedError, match=r"^rank 1 failed: ZeroDivisionError: norm of nothing\n"):
+        run_ranks(fails_in_a_stage, 2, timeout_s=30)
+    assert time.monotonic() - start < 20
+
+
+def test_termination_reaches_ranks_as_an_interrupt():
+    before = signal.getsignal(signal.SIGTERM)
+    timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert run_ranks(stops_when_asked, 2) == ["stopped", "stopped"]
+    timer.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_flight_recorder_of_cuda_ranks_dumps_into_the_folder_unless_the_user_says_otherwise(tmp_path):
+    cuda, environment = torch.device("cuda"), {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
+    _record_flight(cuda, tmp_path, environment)
+    assert environment == {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "7",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-rank",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    nameless, untouched = {}, {}
+    _record_flight(cuda, None, nameless)
+    assert nameless == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    _record_flight(torch.device("cpu"), tmp_path, untouched)
+    assert untouched == {}

@@ -4,6 +4,7 @@ Local ranks are forked from a process that has imported torch (0.05 s for 8 rank
 torchrun) and meet over a file. A rank that fails ends all others, and its own error is what the caller sees.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,19 +22,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.cluster import usable_cores
 from shardwright.errors import LayoutError, RunFailedError, ShardwrightError
 from shardwright.run.mesh import init_process_group
-
-COLLECTIVE_TIMEOUT_S = 600.0
-"""Longest wait in a collective before the run counts as hung; torch's own default for NCCL."""
+from shardwright.run.options import COLLECTIVE_TIMEOUT_S
 
 LATER_ERRORS_S = 0.3
 """How long errors of other ranks are collected after the first, so that its echoes can be told from it."""
 
-INTERRUPT_GRACE_S = 60.0
-"""How long ranks may take to finish their step and write their results after Ctrl-C."""
+INTERRUPT_GRACE_S = 600.0
+"""How long ranks may take to finish their step and write their checkpoint and results after Ctrl-C, of which
+a second one ends them at once."""
 
 TRACEBACK_LINES = 12
 """Last lines of a failed rank's traceback, or of what it wrote to stderr, that its error quotes."""
@@ -42,6 +43,12 @@ ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting",
 """Parts of gloo's messages that mean "another rank went away or never came"."""
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+
+FLIGHT_ENTRIES = 2000
+"""Collectives that the flight recorder of a CUDA rank keeps: some steps' worth, less than 1 MB."""
+
+FLIGHT_PREFIX = "flight-rank"
+"""Start of the name of its dump in the run folder; torch adds the rank."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,13 @@ def torchrun_rank(
     *args: Any,
     device_type: str = "cpu",
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    dump_folder: Path | None = None,
 ) -> Any:
     """Run ``function(*args)`` in this process as one of torchrun's ranks; what it returns.
 
-    An error goes up as it is: torchrun ends the other ranks.
+    An error goes up as it is, and into the file from which torchrun, which ends the other ranks, shows the
+    first of all ranks. ``dump_folder``: where a CUDA rank that hangs
+    leaves what its flight recorder has.
 
     Raises: LayoutError: torchrun started another number of processes than the layout's ``ranks``.
     """
@@ -101,8 +111,9 @@ def torchrun_rank(
     device = _rank_device(device_type, int(os.environ["LOCAL_RANK"]))
     # torchrun itself sets OMP_NUM_THREADS to 1, so it does not tell what the user wants
     torch.set_num_threads(max(1, usable_cores() // local_world))
+    _record_flight(device, dump_folder)
     init_process_group(device, "env://", int(os.environ["RANK"]), world, timeout_s)
-    result = function(*args)
+    result = record(function)(*args)
     dist.destroy_process_group()
     return result
 
@@ -113,11 +124,13 @@ def run_ranks(
     *args: Any,
     device_type: str = "cpu",
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    dump_folder: Path | None = None,
 ) -> list[Any]:
     """Run ``function(*args)`` on ``nproc`` local ranks inside a process group; what each returned, by rank.
 
-    Results are pickled: plain data and arrays, no tensors. Ctrl-C is passed on, and ranks that then return in
-    time count as done. No process outlives the call, nor this process.
+    Results are pickled: plain data and arrays, no tensors. Ctrl-C and SIGTERM are passed on, and ranks that
+    then return in time count as done. No process outlives the call, nor this process. ``dump_folder``: as for
+    ``torchrun_rank``.
 
     Raises: RunFailedError: a rank raised, died or was interrupted; the earliest error comes first. A
     ShardwrightError of a rank is raised as it is.
@@ -129,14 +142,14 @@ def run_ranks(
         and "fork" in multiprocessing.get_all_start_methods()
     )
     context = multiprocessing.get_context("fork" if fork else "spawn")
-    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, _termination_as_interrupt():
         processes, connections = [], []
         try:
             for rank in range(nproc):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank_main,
-                    args=(sender, function, args, rank, nproc, folder, device_type, timeout_s),
+                    args=(sender, function, args, rank, nproc, folder, device_type, timeout_s, dump_folder),
                     daemon=False,
                 )
                 process.start()
@@ -159,16 +172,19 @@ def _rank_main(
     folder: str,
     device_type: str,
     timeout_s: float,
+    dump_folder: Path | None,
 ) -> None:
     """Body of one local rank; never returns."""
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the parent's
         signal.signal(signal.SIGINT, _interrupt_once)
         _die_with_parent()
         _keep_stderr(Path(folder, f"stderr-{rank}"), visible=rank == 0)
         device = _rank_device(device_type, rank)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, usable_cores() // nproc))
+        _record_flight(device, dump_folder)
         init_process_group(device, Path(folder, "store").as_uri(), rank, nproc, timeout_s)
         result = function(*args)
         dist.destroy_process_group()
@@ -185,6 +201,41 @@ def _interrupt_once(number: int, frame: object) -> None:
     """First Ctrl-C: raise. The terminal and the parent both send one, so the next is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM interrupts this process as Ctrl-C does; only a main thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _record_flight(
+    device: torch.device, folder: Path | None, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Turn on NCCL's flight recorder, which dumps on a timeout; what the user has set stays.
+
+    Torch reads the variables, by these or older names, when the process group is made. Without ``folder`` the
+    dumps go where torch puts them.
+    """
+    if device.type != "cuda":
+        return
+    settings = [
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(FLIGHT_ENTRIES)),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+    ]
+    if folder is not None:
+        dump = str(folder / FLIGHT_PREFIX)
+        settings.append((("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), dump))
+    for names, value in settings:
+        if not any(name in environment for name in names):
+            environment[names[0]] = value
 
 
 def _rank_device(device_type: str, local_rank: int) -> torch.device:
@@ -220,9 +271,16 @@ def _keep_stderr(path: Path, visible: bool) -> None:
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    kind = type(error).__name__
-    return Failure(rank, time.time(), kind, str(error), "\n".join(lines[-TRACEBACK_LINES:]))
+    own = _cause(error)
+    lines = "".join(traceback.format_exception(own)).rstrip().splitlines()
+    return Failure(rank, time.time(), type(own).__name__, str(own), "\n".join(lines[-TRACEBACK_LINES:]))
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error that others were raised from: a pipeline's schedule wraps what a stage raised. Ours stay."""
+    while error.__cause__ is not None and not isinstance(error, ShardwrightError):
+        error = error.__cause__
+    return error
 
 
 def _collect(processes: Sequence[BaseProcess], connections: Sequence[Connection], folder: Path) -> list[Any]:
@@ -291,6 +349,10 @@ def _earliest_error(failures: Sequence[Failure], nproc: int) -> ShardwrightError
     silent = sorted(set(range(nproc)) - {failure.rank for failure in failures})
     if silent:
         others.append(f"ranks {silent} were still running and were ended")
+    if first.echo and not silent:
+        others.append(
+            "no rank gave another reason: one left its peers waiting, or the run's --timeout is too short"
+        )
     tail = f"\n{first.detail}" if first.detail else ""
     after = "\nafter it: " + "; ".join(others) if others else ""
     return RunFailedError(f"rank {first.rank} failed: {first.kind}: {first.message}{tail}{after}")

@@ -19,13 +19,13 @@ ROOMS = (
     *("hf_reader", "hf_families", "hf_config"),
     *("job", "cluster", "layout", "planfile"),
     *("data", "plan", "hf_meta", "derive", "run", "measure", "check", "doctor", "export", "report", "web"),
-    *("launcher", "cli_options", "cli"),
+    *("launcher", "cli_options", "cli_train_options", "cli"),
 )
 """A room imports only from itself and from rooms to the left of it."""
 
 OUTSIDE = ("__init__", "__main__")
 
-PLANNER = frozenset(ROOMS[: ROOMS.index("plan") + 1]) | {"cli", "cli_options", "report"}
+PLANNER = frozenset(ROOMS[: ROOMS.index("plan") + 1]) | {"cli", "cli_options", "cli_train_options", "report"}
 """Rooms that work on every system and without torch."""
 
 POSIX_ONLY = frozenset(

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from shardwright import __version__
 from shardwright import cli_options as opt
+from shardwright import cli_train_options as train_opt
 from shardwright.cluster import Cluster, device, device_names
 from shardwright.derive.spec import counted, model_of
 from shardwright.errors import (
@@ -380,14 +381,15 @@ def tokenize(
 
 
 @app.command()
+@opt.with_groups
 def train(
     plan_path: opt.PlanArgument,
     data: opt.DataOption = None,
     nproc: opt.Nproc = None,
     steps: opt.FewerSteps = None,
     run_dir: opt.RunFolder = None,
-    tensorboard: opt.Tensorboard = False,
-    compile_blocks: opt.Compile = False,
+    *,
+    options: train_opt.TrainOptions,
     as_json: opt.JsonOption = False,
 ) -> None:
     """Train with a plan, under torchrun or with local ranks of its own."""
@@ -396,9 +398,15 @@ def train(
     from shardwright.launcher import train_plan
 
     result = train_plan(
-        loaded, data=data, nproc=nproc, steps=steps, run_directory=run_dir, tensorboard=tensorboard,
-        compile_blocks=compile_blocks,
-    )  # fmt: skip
+        loaded,
+        data=data,
+        nproc=nproc,
+        steps=steps,
+        run_directory=run_dir,
+        compile_blocks=options.compile_blocks,
+        profile=options.profile,
+        options=options.run_options(),
+    )
     if result is not None:  # rank 0
         _print(result, as_json, terminal.train_report)
 

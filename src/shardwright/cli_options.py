@@ -406,8 +406,3 @@ FewerSteps = Annotated[
 RunFolder = Annotated[
     Path | None, typer.Option("--run-dir", help="Folder of the run. Default: runs/<name>-<time>.")
 ]
-Compile = Annotated[
-    bool,
-    typer.Option("--compile", help="Compile every block with torch.compile; the first step takes longer."),
-]
-Tensorboard = Annotated[bool, typer.Option(help="Write TensorBoard events into the run folder.")]

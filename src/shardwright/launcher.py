@@ -15,15 +15,19 @@ from shardwright.job import Job
 from shardwright.measure.device import measured_cluster
 from shardwright.model import preset
 from shardwright.plan.compute import model_flops_per_token
-from shardwright.plan.explain import explanation, plan_of
+from shardwright.plan.explain import accounts, explanation, plan_of
 from shardwright.plan.finding import find
 from shardwright.plan.runnable import check_trainable
 from shardwright.planfile import PLAN_FILE, Plan, load_plan, save_plan
+from shardwright.run.checkpoint import About, check_same_run, newest, read_about
 from shardwright.run.compile import BACKEND, check_compile
 from shardwright.run.dataset import TokenDataset, build_dataset
 from shardwright.run.launch import check_world, local_share, run_ranks, torchrun_rank, under_torchrun
 from shardwright.run.meter import MemoryMeter
-from shardwright.run.record import prepare_run_folder
+from shardwright.run.options import RunOptions
+from shardwright.run.profile import parse_steps
+from shardwright.run.ranks import Predicted
+from shardwright.run.record import check_unused, prepare_run_folder
 from shardwright.run.train import train
 from shardwright.units import format_bytes, format_time
 
@@ -46,17 +50,21 @@ def train_plan(
     nproc: int | None = None,
     steps: int | None = None,
     run_directory: Path | None = None,
-    tensorboard: bool = False,
     compile_blocks: bool = False,
+    profile: str | None = None,
+    options: RunOptions = RunOptions(),  # noqa: B008  (a tuple of plain values)
 ) -> dict[str, Any] | None:
     """Train with ``plan``; what result.json holds, or None on a rank of torchrun that is not the first.
 
     Everything that can be wrong with the input is found before a process group or a run folder exists. The
     prediction is made afresh: the file's may be of an older version, or of a layout edited since.
+    ``profile``: steps to trace, ``A..B``.
 
-    Raises: LayoutError, DataError, PlanFileError, MissingExtraError, RunFailedError
+    Raises: LayoutError, DataError, JobError, PlanFileError, MissingExtraError, RunFailedError
     """
-    job = plan.job if steps is None else _shortened(plan.job, steps)
+    folder = run_directory or default_run_folder(plan.model.name)
+    kept = _kept_run(folder, run_directory is not None) if options.resume else None
+    job = _job_of(plan, steps, kept)
     plan = plan_of(plan.model, job, plan.cluster, plan.layout)
     check_trainable(plan.model, plan.job, plan.cluster, plan.layout)
     if compile_blocks:
@@ -66,20 +74,47 @@ def train_plan(
         check_world(plan.layout.ranks, plan.layout.ranks if nproc is None else nproc, option="--nproc")
     device_type = _device_type(plan, plan.layout.ranks)
     dataset = build_dataset(data, plan.model.vocab, plan.job, local_share())
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtraError("train", "--tensorboard")
-    folder = run_directory or default_run_folder(plan.model.name)
-    _check_free(folder, plan)
-    arguments = (plan, dataset, folder, device_type, tensorboard, BACKEND if compile_blocks else None)
-    if torchrun:
-        result: dict[str, Any] | None = torchrun_rank(
-            _train_rank, plan.layout.ranks, *arguments, device_type=device_type
-        )
-        return result
-    prepare_run_folder(folder)
-    results = run_ranks(_train_rank, plan.layout.ranks, *arguments, device_type=device_type)
-    first: dict[str, Any] = results[0]
-    return first
+    if profile is not None:
+        first_step = 1 if kept is None else kept.step + 1
+        options = options._replace(profile=parse_steps(profile, first_step, plan.job.steps))
+    if kept is None:
+        _check_free(folder, plan)
+    else:
+        check_same_run(kept, plan.model, plan.job, plan.layout, dataset.digest())
+    run = torchrun_rank if torchrun else run_ranks
+    if not torchrun and kept is None:
+        prepare_run_folder(folder)
+    found = run(
+        _train_rank,
+        plan.layout.ranks,
+        *(plan, dataset, folder, device_type, BACKEND if compile_blocks else None, options),
+        device_type=device_type,
+        timeout_s=options.timeout,
+        dump_folder=None
+        if torchrun and run_directory is None
+        else folder,  # its name has the rank's own time
+    )
+    result: dict[str, Any] | None = found if torchrun else found[0]
+    return result
+
+
+def _kept_run(folder: Path, named: bool) -> About:
+    """The run in ``folder``, as its newest checkpoint tells.
+
+    Raises: PlanFileError: no folder was named, or it has no checkpoint.
+    """
+    if not named:
+        raise PlanFileError("--resume does not say which run: give its folder with --run-dir")
+    return read_about(newest(folder))
+
+
+def _job_of(plan: Plan, steps: int | None, kept: About | None) -> Job:
+    """The plan's job over ``steps``; where a run goes on, with the warm-up that it began with."""
+    if kept is not None and _shortened(plan.job, kept.job.steps) == kept.job:
+        return Job.checked(kept.job.model_dump() | {"steps": steps or plan.job.steps})
+    return plan.job if steps is None else _shortened(plan.job, steps)
 
 
 def _shortened(job: Job, steps: int) -> Job:
@@ -90,7 +125,9 @@ def _shortened(job: Job, steps: int) -> Job:
 
 
 def _check_free(folder: Path, plan: Plan) -> None:
-    """Raises: PlanFileError: ``folder`` holds another plan than ``plan``, which the run would overwrite."""
+    """Raises: PlanFileError: ``folder`` holds a run, or another plan than ``plan``, which the run would
+    overwrite."""
+    check_unused(folder)
     if not (folder / PLAN_FILE).exists():
         return
     other = load_plan(folder)
@@ -156,8 +193,8 @@ def _train_rank(
     dataset: TokenDataset,
     folder: Path,
     device_type: str,
-    tensorboard: bool,
     compile_backend: str | None,
+    options: RunOptions,
 ) -> dict[str, Any] | None:
     """One rank of a run."""
     prediction = plan.prediction
@@ -169,12 +206,16 @@ def _train_rank(
         folder,
         predicted_step_time=prediction.step_time,
         predicted_memory=prediction.memory.allocated,
+        predicted_state=[
+            Predicted(stage["at_rest"]["parameters"], stage["at_rest"]["optimizer"], stage["allocated"])
+            for stage in accounts(plan)["stages"]
+        ],
         device_type=device_type,
         step_flops=model_flops_per_token(plan.model, plan.job.seq) * plan.job.tokens_per_step,
         peak_flops_per_s=plan.cluster.device.peak(plan.job.precision),
         meter_factory=None if device_type == "cuda" else MemoryMeter,
         plan_text=plan.to_toml(),
-        tensorboard=tensorboard,
         compile_backend=compile_backend,
+        options=options,
     )
     return result

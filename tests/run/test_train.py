@@ -11,11 +11,13 @@ import time
 
 import pytest
 import torch
-from gloo import BASE, RaggedBatches, job_of, layout_of, plain_steps
+from gloo import BASE, RaggedBatches, job_of, layout_of, plain_steps, with_experts
 from torch.distributed.fsdp import fully_shard
 
-from shardwright.errors import LayoutError, PlanFileError, RunFailedError
+from shardwright.errors import JobError, LayoutError, PlanFileError, RunFailedError
 from shardwright.job import Job
+from shardwright.layout import Layout
+from shardwright.plan.params import parameter_table
 from shardwright.run.dataset import TokenDataset, join_documents
 from shardwright.run.dp import check_units
 from shardwright.run.init import initialise
@@ -24,6 +26,9 @@ from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import MemoryMeter
 from shardwright.run.model import build_model
 from shardwright.run.optim import learning_rate
+from shardwright.run.options import RunOptions
+from shardwright.run.profile import parse_steps
+from shardwright.run.ranks import Predicted, spans
 from shardwright.run.record import StepRecord, progress_line, steady_step_time
 from shardwright.run.step import Stepper, parallel_model
 from shardwright.run.train import evaluate, to_device, train
@@ -85,6 +90,7 @@ def test_training_learns_and_records_the_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "metrics.jsonl",
         "plan.toml",
+        "ranks.json",
         "result.json",
     ]
 
@@ -131,7 +137,10 @@ def test_evaluation_is_the_mean_of_all_held_out_tokens_and_changes_nothing(path)
 def test_used_run_folder_is_refused_and_left_alone(tmp_path):
     layout = layout_of(2, 1, 0, 1)
     (tmp_path / "metrics.jsonl").write_text("kept\n")
-    with pytest.raises(PlanFileError, match=r"run folder \S+ already holds a run: give another --run-dir"):
+    with pytest.raises(
+        PlanFileError,
+        match=r"run folder \S+ already holds a run: give another --run-dir, or continue it with --resume",
+    ):
         start(tmp_path, layout, short_job(layout))
     assert [path.read_text() for path in tmp_path.iterdir()] == ["kept\n"]
 
@@ -157,7 +166,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(tmp_path):
 
 def test_tensorboard_on_request(tmp_path):
     layout = layout_of(1, 1, 0, 1)
-    start(tmp_path, layout, short_job(layout, steps=2, warmup_steps=0), tensorboard=True)
+    start(tmp_path, layout, short_job(layout, steps=2, warmup_steps=0), options=RunOptions(tensorboard=True))
     assert [path.stat().st_size > 0 for path in (tmp_path / "events").iterdir()] == [True]
 
 
@@ -202,7 +211,11 @@ t.start(Path({str(tmp_path)!r}), layout, t.short_job(layout, steps=4))
     )
     assert done.stdout == ""
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("step 1/4  loss 5.5")
+    assert lines[0] == "mesh, outermost first: one rank"
+    assert lines[1].startswith(
+        "rank 0: stage 0: embedding, layers 0-1, head; units 1 embedding, 2 block, 1 head; "
+    )
+    assert lines[2].startswith("step 1/4  loss 5.5")
     assert lines[-1].startswith("step 4/4  loss ")
     assert lines[-1].endswith("0:00 left")
 
@@ -252,3 +265,74 @@ def test_fsdp_on_the_root_alone_is_refused_with_what_it_costs():
 
 def test_no_thread_is_left():
     assert threading.active_count() == 1
+
+
+def test_a_trace_of_the_steps_asked_for_on_every_rank(tmp_path):
+    layout = layout_of(1, 2, 2, 1)
+    start(tmp_path, layout, short_job(layout, steps=4), options=RunOptions(profile=range(2, 4)))
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        names = {event.get("name") for event in events}
+        assert {"step 2", "step 3"} <= names
+        assert not {"step 1", "step 4"} & names
+        assert "gloo:_reduce_scatter_base" in names or any("reduce_scatter" in str(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5", "is no range of steps: write 5..7"),
+        ("0..2", "not within the steps of the run, 1..9"),
+        ("7..6", "not within the steps of the run"),
+        ("8..10", "not within the steps of the run"),
+    ],
+)
+def test_traces_of_no_step_are_refused(text, message):
+    assert parse_steps("2..9", 1, 9) == range(2, 10)
+    with pytest.raises(JobError, match=message):
+        parse_steps(text, 1, 9)
+
+
+def test_what_each_rank_holds_is_kept_and_shown_once_for_those_alike(tmp_path, capfd):
+    layout = Layout(
+        pp=2, dp_shard=2, zero_stage=1, schedule="1F1B", stage_layers=(1, 1), microbatches=2, micro_batch=2
+    )
+    predicted = [Predicted(4 * 2**30, 8 * 2**30, 2**34), Predicted(2**30, 2**31, 2**33)]
+    start(tmp_path, layout, short_job(layout, steps=2, warmup_steps=0), predicted_state=predicted)
+    document = json.loads((tmp_path / "ranks.json").read_text())
+    assert document["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert [holding["rank"] for holding in document["ranks"]] == [0, 1, 2, 3]
+    last = document["ranks"][3]
+    assert last["coordinates"] == {"pp": 1, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "tp": 0}
+    assert last["stages"] == [{"stage": 1, "layers": [1], "embedding": False, "head": True}]
+    assert (last["units"], last["unit_shards"]) == ({"block": 1, "head": 1}, 2)
+    assert sum(holding["parameters"] for holding in document["ranks"]) == parameter_table(SPEC).parameters
+    assert all(holding["parameter_bytes"] >= 4 * holding["parameters"] for holding in document["ranks"])
+    assert last["predicted"] == {"parameters": 2**30, "optimizer": 2**31, "peak": 2**33}
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "mesh, outermost first: pp 2 x dp_shard 2"
+    (first,) = [line for line in lines if line.startswith(("ranks 0-1: ", "rank 0: "))]
+    assert ": stage 0: embedding, layer 0; units 1 embedding, 1 block in 2 shards; " in first
+    assert first.endswith("; predicted: parameters 4.00 GiB, optimizer 8.00 GiB, peak 16.00 GiB")
+
+
+def test_ranks_are_named_in_spans():
+    assert [spans(ranks) for ranks in ([3], [0, 1, 2, 3], [0, 2, 3, 8])] == [
+        "rank 3",
+        "ranks 0-3",
+        "ranks 0, 2-3, 8",
+    ]
+
+
+def test_how_evenly_experts_are_used_is_recorded(tmp_path):
+    layout = Layout(dp_shard=2, ep=2, zero_stage=3, micro_batch=2)
+    job = short_job(layout, steps=2, warmup_steps=0, router_aux_weight=0.01)
+    spec = with_experts("qwen3_moe").model_copy(update={"vocab": SPEC.vocab})
+    data = TokenDataset(join_documents(TEXT), job)
+    run_ranks(call_train, 2, (spec, job, layout, data, tmp_path), {}, timeout_s=60)
+    for text in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        assert 0 <= line["emptiest_expert"] <= 1 <= line["fullest_expert"] <= 4
+        assert line["balance_loss"] > 0
+    record = StepRecord(1, 2.5, 0.75, 1e-3, 100, 0.5, 2048.0, None, None, None, fullest_expert=1.5)
+    assert "fullest expert 1.5 x mean" in progress_line(record, 9, None)

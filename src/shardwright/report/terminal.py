@@ -122,10 +122,15 @@ def _verdict(ok: bool) -> Text:
 def train_report(document: Mapping[str, Any]) -> RenderableType:
     """One run, predicted against measured."""
     losses = document["losses"]
+    known = [loss for loss in losses if loss is not None]
     parts = [Text("stopped before its last step", style="yellow")] if document["interrupted"] else []
-    parts += [
-        Text(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {document['steps']} steps  {sparkline(losses)}")
-    ]
+    if known:
+        course = f"loss {known[0]:.4f} -> {known[-1]:.4f}"
+        parts.append(Text(f"{course} in {document['steps']} steps  {sparkline(losses)}"))
+    if skipped := document["skipped_steps"]:
+        parts.append(
+            Text(f"updates left out: {len(skipped)}, the last in step {skipped[-1]}", style="yellow")
+        )
     if document.get("eval_losses"):
         held_out = ", ".join(f"{e['loss']:.4f} (step {e['step']})" for e in document["eval_losses"])
         parts.append(Text(f"held out: {held_out}"))

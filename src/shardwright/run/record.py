@@ -1,18 +1,22 @@
 """The record of a run: its folder, its files, and the line of progress.
 
 metrics.jsonl   one line a step, written as it ends
+ranks.json      what each rank holds
+checkpoints/    where asked: run/checkpoint.py
 events/         for TensorBoard, where asked
+trace-rank0.json, ...   where asked: run/profile.py
 result.json     when all steps are done, a person stops the run, or the loss is no number any more:
                 what was reached, what was predicted, what it ran on
 """
 
+import contextlib
 import json
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,8 @@ from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.units import format_bytes, format_duration
 
-PLAN, METRICS, RESULT, EVENTS = "plan.toml", "metrics.jsonl", "result.json", "events"
+PLAN, METRICS, RESULT = "plan.toml", "metrics.jsonl", "result.json"
+EVENTS, CHECKPOINTS = "events", "checkpoints"
 
 METERED_STEP = 1
 """Index of the step whose memory is measured: the second, because the first also creates optimizer state."""
@@ -49,6 +54,19 @@ class StepRecord:
     mfu: float | None
     memory: int | None  # peak on rank 0 so far, B
     eval_loss: float | None
+    skipped: bool = False  # the update was left out
+    # of a model with experts, the worst layer: copies of its fullest and emptiest expert over the mean
+    fullest_expert: float | None = None
+    emptiest_expert: float | None = None
+    balance_loss: float | None = None  # of all layers, with its weight
+
+
+def check_unused(folder: Path) -> None:
+    """Raises: PlanFileError: ``folder`` already holds a run."""
+    if any((folder / name).exists() for name in (METRICS, RESULT, CHECKPOINTS)):
+        raise PlanFileError(
+            f"run folder {folder} already holds a run: give another --run-dir, or continue it with --resume"
+        )
 
 
 def prepare_run_folder(folder: Path) -> None:
@@ -56,8 +74,7 @@ def prepare_run_folder(folder: Path) -> None:
 
     Raises: PlanFileError: it already holds a run, or cannot be made.
     """
-    if any((folder / name).exists() for name in (METRICS, RESULT)):
-        raise PlanFileError(f"run folder {folder} already holds a run: give another --run-dir")
+    check_unused(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
@@ -66,15 +83,45 @@ def prepare_run_folder(folder: Path) -> None:
         ) from None
 
 
+def read_lines(folder: Path, steps: int) -> list[StepRecord]:
+    """The first ``steps`` steps of a run that was recorded in ``folder``.
+
+    Raises: PlanFileError: they are not all there.
+    """
+    lines = []
+    with contextlib.suppress(OSError, ValueError, TypeError):  # the last line may be half of one
+        for text in (folder / METRICS).read_text(encoding="utf-8").splitlines()[:steps]:
+            values = json.loads(text)
+            values |= {name: math.nan for name in ("loss", "gradient_norm") if values[name] is None}
+            lines.append(StepRecord(**values))
+    if [line.step for line in lines] != list(range(1, steps + 1)):
+        raise PlanFileError(
+            f"{folder / METRICS} does not hold the {steps} steps before the checkpoint: put it back, or "
+            "start another run with another --run-dir"
+        )
+    return lines
+
+
 class Record:
     """What rank 0 writes and shows of a run."""
 
-    def __init__(self, folder: Path, job: Job, layout: Layout, plan_text: str, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        job: Job,
+        layout: Layout,
+        plan_text: str,
+        tensorboard: bool,
+        lines: Sequence[StepRecord] = (),
+    ) -> None:
+        """``lines``: steps of a run that goes on; what its files have beyond them is dropped."""
         self.folder, self.job, self.layout = folder, job, layout
-        (folder / PLAN).write_text(plan_text, encoding="utf-8")
-        self.lines: list[StepRecord] = []
-        self._metrics = (folder / METRICS).open("x", encoding="utf-8")
-        self._events = _summary_writer(folder) if tensorboard else None
+        self.lines = list(lines)
+        _write_whole(folder / PLAN, plan_text)
+        _write_whole(folder / METRICS, "".join(map(_metrics_line, lines)))
+        (folder / RESULT).unlink(missing_ok=True)  # of the steps before; it is written again at the end
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self._events = _summary_writer(folder, len(self.lines)) if tensorboard else None
         self._progress = Progress(job.steps)
 
     def __enter__(self) -> "Record":
@@ -90,7 +137,7 @@ class Record:
     def add(self, line: StepRecord) -> None:
         """Put one step on disk and on the screen."""
         self.lines.append(line)
-        self._metrics.write(json.dumps(_finite(asdict(line))) + "\n")
+        self._metrics.write(_metrics_line(line))
         self._metrics.flush()
         if self._events is not None:
             for name, value in asdict(line).items():
@@ -110,6 +157,7 @@ class Record:
                 for line in self.lines
                 if line.eval_loss is not None
             ],
+            "skipped_steps": [line.step for line in self.lines if line.skipped],
             "step_time": step_time,
             "tokens_per_s": None if step_time is None else self.job.tokens_per_step / step_time,
             "mfu": _median([line.mfu for line in self.lines[METERED_STEP + 1 :] if line.mfu is not None]),
@@ -119,9 +167,7 @@ class Record:
             "seed": self.job.seed,
         }
         result = _finite(result)
-        partial = self.folder / (RESULT + ".partial")
-        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, self.folder / RESULT)
+        _write_whole(self.folder / RESULT, json.dumps(result, indent=2) + "\n")
         return result
 
 
@@ -168,6 +214,10 @@ def progress_line(line: StepRecord, steps: int, step_time: float | None) -> str:
     ]
     if line.eval_loss is not None:
         parts.insert(2, f"held out {line.eval_loss:.4f}")
+    if line.skipped:
+        parts.insert(1, "update left out")
+    if line.fullest_expert is not None:
+        parts.append(f"fullest expert {line.fullest_expert:.1f} x mean")
     if line.mfu is not None:
         parts.append(f"MFU {line.mfu:.1%}")
     if line.memory is not None:
@@ -181,10 +231,21 @@ def steady_step_time(lines: list[StepRecord]) -> float | None:
     return _median([line.step_time for line in lines[METERED_STEP + 1 :] or lines])
 
 
-def _summary_writer(folder: Path) -> Any:
+def _summary_writer(folder: Path, steps: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(log_dir=str(folder / EVENTS))
+    return SummaryWriter(log_dir=str(folder / EVENTS), purge_step=steps + 1 if steps else None)
+
+
+def _metrics_line(line: StepRecord) -> str:
+    return json.dumps(_finite(asdict(line))) + "\n"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _median(values: list[float]) -> float | None:

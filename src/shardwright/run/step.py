@@ -41,12 +41,14 @@ class ExpertUse(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found: the global loss, the norm of the gradients before clipping, unmasked tokens."""
+    """What a step found: the global loss, the norm of the gradients before clipping, unmasked tokens; and
+    whether it changed the parameters."""
 
     loss: float
     gradient_norm: float
     tokens: int
     experts: ExpertUse | None = None
+    applied: bool = True
 
 
 def parallel_model(
@@ -101,6 +103,7 @@ class Stepper:
         ``after_microbatch`` is told the index of each microbatch whose backward pass is done."""
         self.model, self.job, self.layout, self.mesh = model, job, layout, mesh
         self.read, self.after_microbatch = read, after_microbatch
+        self.admits: Callable[[float, float], bool] = lambda loss, norm: True  # run/watch.py sets it
         self.optimizer = build_optimizer(
             model.named_parameters(), model.spec, job, offload="optimizer" in layout.offload
         )
@@ -113,14 +116,19 @@ class Stepper:
         self.token_group = mesh.tokens.get_group() if mesh.tokens.size() > 1 else None
 
     def step(self, index: int, microbatches: Sequence[Microbatch]) -> StepResult:
-        """Forward and backward over ``microbatches``, then one update of the parameters."""
+        """Forward and backward over ``microbatches``, then one update of the parameters.
+
+        ``admits`` is asked whether a step of this loss and norm may change them; all ranks answer alike.
+        """
         loss, tokens = self.backward(microbatches)
         norm = self.norm()
-        clip_gradients(self.model.parameters(), norm, self.job.clip_norm)
-        set_learning_rate(self.optimizer, learning_rate(self.job, index))
-        self.optimizer.step()
+        applied = self.admits(loss, norm)
+        if applied:
+            clip_gradients(self.model.parameters(), norm, self.job.clip_norm)
+            set_learning_rate(self.optimizer, learning_rate(self.job, index))
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, norm, tokens, self._balance())
+        return StepResult(loss, norm, tokens, self._balance(applied), applied)
 
     def backward(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """Leave the step's gradients on the parameters; returns the global loss and token count."""
@@ -165,14 +173,16 @@ class Stepper:
         tokens = torch.stack([(microbatch.targets != MASKED).sum() for microbatch in own]).sum()
         return torch.stack([loss, tokens.double()])
 
-    def _balance(self) -> ExpertUse | None:
-        """Move the routers' biases by what the step has counted; None without experts."""
+    def _balance(self, applied: bool) -> ExpertUse | None:
+        """What the step has counted of the experts; the routers' biases move by it if it was ``applied``.
+        None without experts."""
         if self.model.spec.moe is None:
             return None
         worst = torch.tensor([0.0, -math.inf, 0.0], dtype=torch.float64, device=self.mesh.device_type)
         if routers(self.model):
             load = expert_load(self.model, self.count_groups)
-            update_router_bias(self.model, load.counts, self.job.router_bias_rate)
+            if applied:
+                update_router_bias(self.model, load.counts, self.job.router_bias_rate)
             worst = torch.stack([load.fullest, -load.emptiest, load.loss])
         if self.mesh["pp"].size() > 1:
             group = self.mesh["pp"].get_group()

@@ -1,16 +1,20 @@
-# make run: the loop on this machine. make test: all tests. Each makes its own environment first.
+# make run: the loop on this machine. make test: all tests. make parity: every layout against one process, as a
+# table. Each makes its own environment first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench venv clean
+.PHONY: run test parity check bench venv clean
 
 run: $(STAMP)
 	$(BIN)/shardwright loop
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+
+parity: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/parity.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests scripts

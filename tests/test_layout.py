@@ -268,11 +268,3 @@ def test_no_layer_is_lost_between_stages():
     assert faults_of(model, **piped, stage_layers=(7, 7, 7, 7)) == {
         "stage_layers": "stage_layers add up to 28, the model has layers=30"
     }
-
-
-def test_a_tied_embedding_stays_on_one_stage():
-    model = preset("llama-3.2-1b")
-    assert faults_of(model, pp=2, schedule="1F1B", stage_layers=(8, 8)) == {
-        "tied_pipeline": "pp=2 would put the tied embedding of model llama-3.2-1b on two stages, which is "
-        "not modelled: use pp=1"
-    }

@@ -285,11 +285,6 @@ def model_rules(layout: Layout, model: ModelSpec, job: Job) -> dict[str, tuple[b
             layout.pp == 1 or sum(layout.stage_layers) == model.layers,
             f"stage_layers add up to {sum(layout.stage_layers)}, the model has layers={model.layers}",
         ),
-        "tied_pipeline": (
-            layout.pp == 1 or not model.tied_embeddings,
-            f"pp={layout.pp} would put the tied embedding of model {model.name} on two stages, which is not "
-            "modelled: use pp=1",
-        ),
     }
 
 

@@ -16,7 +16,7 @@ from shardwright.job import Job
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.gemm import memory_rate
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
-from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, UnitElements
 from shardwright.plan.table import Floats, LayoutTable
 
 
@@ -54,7 +54,8 @@ def _held(
     part: str,
 ) -> Floats:
     """Of all units on a rank; of a pipeline's ends half, as no rank has both."""
-    ends = np.where(table.pp > 1, 0.5, 1.0) * (getattr(units[EMBEDDING], part) + getattr(units[HEAD], part))
+    ends = getattr(units[EMBEDDING], part) + getattr(units[HEAD], part)
+    ends = np.where(table.pp > 1, 0.5 * (ends + getattr(units[TIED], part)), ends)
     held = (blocks - with_experts) * getattr(units[BLOCK], part) + ends
     if units[EXPERTS].whole.any():
         held = held + with_experts * (getattr(units[EXPERT_BLOCK], part) + getattr(units[EXPERTS], part))

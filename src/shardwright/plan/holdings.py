@@ -26,7 +26,15 @@ from shardwright.plan.activations import (
     rotary_table_bytes,
 )
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
-from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, Weight, gathered_units, unit_elements
+from shardwright.plan.shards import (
+    EXPERT_BLOCK,
+    EXPERTS,
+    TIED,
+    UnitElements,
+    Weight,
+    gathered_units,
+    unit_elements,
+)
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats, LayoutTable, added, distinct, part_along
 
@@ -244,16 +252,18 @@ def rank_step(
     resident = table.offload < OFFLOAD_KINDS.index("activations")
     in_flight = stage.blocks * np.where(resident, saved, 0.0) if not resident.all() else stage.blocks * saved
     in_flight = in_flight + np.where(stage.head == 0, residual * tokens, 0.0)
-    head = np.maximum(stage.head, stage.embedding) if model.tied_embeddings else stage.head
+    tied, embedding = model.tied_embeddings, units[EMBEDDING]
+    if tied and (table.pp > 1).any():  # two matrices
+        tied, embedding = False, _joined(units[TIED], embedding)
     block, mean = _block_amounts(units, model, stage)
     return RankStep(
         table=table,
         layers=stage.blocks,
-        tied=model.tied_embeddings,
-        embedding=_held(units[EMBEDDING], stage.embedding),
+        tied=tied,
+        embedding=_held(embedding, stage.embedding),
         block=block,
         mean=mean,
-        head=_held(units[HEAD], head),
+        head=_held(units[HEAD], stage.head),
         tokens=tokens,
         saved=saved,
         resident=resident,
@@ -267,9 +277,7 @@ def rank_step(
         vocab=stage.head * np.ceil(model.vocab / table.tp) * element,
         loss_tokens=np.ceil(tokens / table.loss_chunks),
         merges=job.precision not in ("bf16", "fp8"),
-        tied_gradient=element * np.ceil(model.vocab / table.tp) * model.hidden
-        if model.tied_embeddings
-        else 0.0,
+        tied_gradient=element * np.ceil(model.vocab / table.tp) * model.hidden if tied else 0.0,
     )
 
 

@@ -18,6 +18,7 @@ from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, Tensor
 from shardwright.plan.shards import (
     EXPERT_BLOCK,
     EXPERTS,
+    TIED,
     UnitElements,
     Weight,
     factored_elements,
@@ -311,7 +312,7 @@ def _resting_state(
 ) -> tuple[Floats, Floats, Floats]:
     """Parameters, gradients and optimizer state at the end of backward [B], on rank 0 of the shard axes and,
     if it is offloaded, its host."""
-    held = _held_units(model, stage)
+    held = _held_units(model, table, stage)
     result = []
     for bytes_of, split in units:
         total: Floats = np.zeros((1,) * table.pp.ndim)
@@ -322,14 +323,14 @@ def _resting_state(
     return result[0], result[1], result[2]
 
 
-def _held_units(model: ModelSpec, stage: Stage) -> dict[str, Floats]:
+def _held_units(model: ModelSpec, table: LayoutTable, stage: Stage) -> dict[str, Floats]:
     """Units of each kind on a pipeline rank."""
-    head = np.maximum(stage.head, stage.embedding) if model.tied_embeddings else stage.head
     with_experts = stage.expert_blocks
     return {
         EMBEDDING: stage.embedding,
+        TIED: np.where(table.pp > 1, stage.embedding, 0.0),
         BLOCK: stage.blocks - with_experts,
         EXPERT_BLOCK: with_experts,
         EXPERTS: with_experts,
-        HEAD: head,
+        HEAD: stage.head,
     }

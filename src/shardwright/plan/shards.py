@@ -19,7 +19,10 @@ from shardwright.plan.table import Floats, Ints, LayoutTable
 
 EXPERT_BLOCK, EXPERTS = "expert_block", "experts"
 
-UNIT_KINDS = (EMBEDDING, BLOCK, EXPERT_BLOCK, EXPERTS, HEAD)
+TIED = "tied"
+"""The first stage's copy of a matrix that is embedding and head; without a pipeline HEAD has the only one."""
+
+UNIT_KINDS = (EMBEDDING, TIED, BLOCK, EXPERT_BLOCK, EXPERTS, HEAD)
 
 
 class UnitElements(NamedTuple):
@@ -116,6 +119,8 @@ def unit_tensors(model: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> Mapping[
     for unit in table.units:
         if unit.kind != BLOCK:
             found[unit.kind] = unit.tensors
+            if model.tied_embeddings and unit.kind == HEAD:
+                found[TIED] = unit.tensors[:1]
         elif model.moe is None or not model.moe.covers(unit.layers[0]):
             found[BLOCK] = unit.tensors
         else:

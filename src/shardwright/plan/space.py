@@ -158,7 +158,7 @@ def search_space(model: ModelSpec, job: Job, ranks: int, asked: Asked | None = N
     grids: list[Grid] = []
     unshared: list[int] = []
     for pp in divisors(ranks):
-        if pp > model.layers or (pp > 1 and model.tied_embeddings):
+        if pp > model.layers:
             continue
         meshes: dict[int, list[_Inner]] = {}
         for dp in divisors(ranks // pp):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.cluster import Cluster
 from shardwright.job import Job
@@ -26,7 +27,7 @@ from shardwright.plan.copies import copy_time
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.parts import Part, Parts, beyond, hop_time, part_times
 from shardwright.plan.placement import routes_of
-from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, UnitElements, gathered_units, unit_elements
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, UnitElements, gathered_units, unit_elements
 from shardwright.plan.stages import (
     Work,
     expert_layers,
@@ -35,7 +36,14 @@ from shardwright.plan.stages import (
     stage_unevenness,
 )
 from shardwright.plan.table import Floats, Ints, LayoutTable, added, by_schedule, either
-from shardwright.plan.traffic import Flow, optimizer_flows, scalar_flows, shard_axis, unit_copies
+from shardwright.plan.traffic import (
+    Flow,
+    optimizer_flows,
+    scalar_flows,
+    shard_axis,
+    tied_flows,
+    unit_copies,
+)
 
 
 @dataclass(frozen=True)
@@ -152,14 +160,15 @@ def outside_time(
         block = Part(*(np.asarray(time) for time in times))
     elements = unit_elements(model, table, lambda tensor: float(is_trained(job, tensor)), job.adapters)
     gathered = gathered_units(model, job, table, elements)
-    units = _units(model, job, routes, shard, gathered, elements, share)
+    units = _units(model, job, routes, shard, gathered, elements, share, table.pp > 1)
     copies = copy_time(job, cluster.device, table, blocks, with_experts, gathered, elements)
     exposed = _scalar_times(table, routes)
     exposed[shard] = exposed[shard] + _exposed_shard(table, blocks, units, block, parts.head, overlap)
     exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
         table, blocks, units, block, overlap
     )
-    for flow in optimizer_flows(model, job, table, unit_copies(model, table)):
+    once = [*tied_flows(model, job, table), *optimizer_flows(model, job, table, unit_copies(model, table))]
+    for flow in once:
         exposed[flow.axis] = exposed.get(flow.axis, 0.0) + flow_time(flow, routes[flow.axis])
     resting = updated_elements(table, blocks, with_experts, elements)
     offloaded = table.offload & 1
@@ -212,7 +221,8 @@ def updated_elements(
     table: LayoutTable, blocks: Floats, with_experts: Floats, elements: Mapping[str, UnitElements]
 ) -> Floats:
     """Trained parameters that a rank updates."""
-    ends = np.where(table.pp > 1, 0.5, 1.0) * (elements[HEAD].shard + elements[EMBEDDING].shard)
+    ends = elements[HEAD].shard + elements[EMBEDDING].shard
+    ends = np.where(table.pp > 1, 0.5 * (ends + elements[TIED].shard), ends)
     resting = (blocks - with_experts) * elements[BLOCK].shard + ends
     if elements[EXPERTS].whole.any():
         resting = resting + with_experts * (elements[EXPERT_BLOCK].shard + elements[EXPERTS].shard)
@@ -241,10 +251,12 @@ def _units(
     gathered: Mapping[str, UnitElements],
     trained: Mapping[str, UnitElements],
     share: Floats,
+    piped: NDArray[np.bool_],
 ) -> dict[str, _UnitTimes]:
     """Times of embedding, mean block and head.
 
-    Tied embeddings stand as EMBEDDING: gathered for the look-up, their gradient whole after its backward.
+    Without a pipeline tied embeddings stand as EMBEDDING: gathered for the look-up, their gradient whole
+    after its backward; the ends of a pipeline have a copy each.
     """
     wide = WIDE_BYTES[job.precision]
 
@@ -263,7 +275,10 @@ def _units(
         columns = zip(units[BLOCK], times(EXPERT_BLOCK), times(EXPERTS), strict=True)
         units[BLOCK] = _UnitTimes(*((1 - share) * dense + share * (b + e) for dense, b, e in columns))
     if model.tied_embeddings:
-        units[EMBEDDING], units[HEAD] = units[HEAD], units[EMBEDDING]
+        first, head = units[EMBEDDING], units[HEAD]
+        copy = _UnitTimes(*(a + b for a, b in zip(first, times(TIED), strict=True)))
+        units[EMBEDDING] = _UnitTimes(*(np.where(piped, a, b) for a, b in zip(copy, head, strict=True)))
+        units[HEAD] = _UnitTimes(*(np.where(piped, a, b) for a, b in zip(head, first, strict=True)))
     return units
 
 

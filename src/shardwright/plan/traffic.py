@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from shardwright.axes import joined_axis
 from shardwright.job import Job
-from shardwright.layout import CONTEXT_KINDS
+from shardwright.layout import CONTEXT_KINDS, SCHEDULE_NAMES
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
@@ -21,8 +21,8 @@ from shardwright.plan.attention import head_sizes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
 from shardwright.plan.optimizer_traffic import optimizer_exchanges
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
-from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, unit_elements
-from shardwright.plan.stages import most_expert_blocks, slowest_blocks
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, unit_elements
+from shardwright.plan.stages import V_SHAPED, most_expert_blocks, slowest_blocks
 from shardwright.plan.table import Floats, Ints, LayoutTable
 
 SCALAR_BYTES = 8
@@ -79,6 +79,7 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
         *_context_flows(model, job, table, copies),
         *_expert_flows(model, job, table, copies),
         *_stage_flows(model, job, table),
+        *tied_flows(model, job, table),
         *optimizer_flows(model, job, table, copies),
     ]
     return [
@@ -132,6 +133,7 @@ def unit_copies(model: ModelSpec, table: LayoutTable) -> dict[str, Floats]:
     with_experts = most_expert_blocks(table, model)
     return {
         EMBEDDING: alone,
+        TIED: np.zeros_like(alone),
         BLOCK: np.maximum(slowest_blocks(table, model) - with_experts, 0),
         EXPERT_BLOCK: with_experts,
         EXPERTS: with_experts,
@@ -309,6 +311,17 @@ def _stage_flows(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
     )
     sends = np.where(table.pp > 1, 2 * table.microbatches * table.chunks, 0)
     return [Flow("pp", "send", table.pp, sends, _whole(sends * vector))]
+
+
+def tied_flows(model: ModelSpec, job: Job, table: LayoutTable) -> Iterator[Flow]:
+    """The first and the last stage trade gradients of their copies of a tied matrix, once a step, unless a V
+    puts both on one rank."""
+    if not model.tied_embeddings:
+        return
+    copy = unit_elements(model, table, lambda tensor: float(is_trained(job, tensor)), job.adapters)[TIED]
+    apart = (table.pp > 1) & ~np.isin(table.schedule, [SCHEDULE_NAMES.index(name) for name in V_SHAPED])
+    payload = np.where(table.zero_stage > 0, copy.shard, copy.whole) * WIDE_BYTES[job.precision]
+    yield _flow("pp", "send", table.pp, apart, np.ones_like(payload), payload)
 
 
 def merged(flows: list[Flow]) -> list[Flow]:

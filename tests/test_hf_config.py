@@ -1,6 +1,7 @@
 """A config.json becomes a ModelSpec, or one clear error with a way out."""
 
 import json
+import math
 from typing import get_args
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from shardwright.errors import ModelError
 from shardwright.hf_config import model_from, model_from_config
-from shardwright.model import ModelType, preset
+from shardwright.model import ModelSpec, ModelType, preset
 
 LLAMA = {
     "model_type": "llama",
@@ -124,6 +125,53 @@ def test_a_sliding_window_of_qwen_counts_only_if_some_layer_slides():
     assert window(use_sliding_window=True, max_window_layers=0) == 4096
 
 
+def rope_of(**settings: object) -> ModelSpec:
+    return model_from_config(minimal("llama", max_position_embeddings=4096, rope_scaling=settings), name="x")
+
+
+def test_yarn_has_its_factors_resolved():
+    plain = rope_of(rope_type="yarn", factor=4.0).yarn
+    assert (plain.original_positions, plain.truncate, plain.score_factor) == (4096, True, 1.0)
+    assert plain.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    scales = {"mscale": 1.0, "mscale_all_dim": 0.707, "original_max_position_embeddings": 512}
+    scaled = rope_of(rope_type="yarn", factor=40, beta_fast=16, **scales).yarn
+    small, large = (0.1 * scale * math.log(40) + 1 for scale in (0.707, 1.0))
+    assert scaled.attention_factor == pytest.approx(large / small)
+    assert scaled.score_factor == pytest.approx(small**2)
+    assert (scaled.original_positions, scaled.beta_fast) == (512, 16.0)
+    assert rope_of(rope_type="yarn", factor=4.0, attention_factor=0.5).yarn.attention_factor == 0.5
+
+
+def test_other_scalings():
+    assert rope_of(rope_type="linear", factor=8).linear_rope == 8.0
+    assert rope_of(rope_type="su").other_rope == "longrope"
+    assert rope_of(rope_type="default").other_rope is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_type": "linear"}, "rope_type='linear' lacks factor: see its model card"),
+        (
+            {"rope_type": "yarn", "factor": "4"},
+            "factor='4' of rope_type='yarn' must be a number of at least 0",
+        ),
+        ({"rope_type": "yarn", "factor": 4.0, "mscale": True}, "mscale=True of rope_type='yarn' must be"),
+        ({"rope_type": "spiral"}, "rope_type='spiral' is not supported: use one of default, llama3, linear"),
+    ],
+)
+def test_scalings_that_cannot_be_read(settings, message):
+    assert message in faults_of(minimal("llama", rope_scaling=settings))
+
+
+def test_scores_of_gpt2_that_are_not_built_are_named():
+    config = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 32}
+    assert model_from_config({**config, "model_type": "gpt2"}, name="x").unbuilt == ()
+    odd = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
+    found = model_from_config({**config, "model_type": "gpt2", **odd}, name="x").unbuilt
+    assert found == ("scale_attn_weights=False", "scale_attn_by_inverse_layer_idx=True")
+
+
 def test_every_missing_key_is_listed():
     message = faults_of({"model_type": "llama", "hidden_size": 16})
     for key in ("vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
@@ -147,7 +195,7 @@ def test_all_faults_are_reported_at_once():
         "num_hidden_layers=0 must be a whole number of at least 1",
         "num_attention_heads=4 does not divide hidden_size=17: give head_dim or another number of heads",
         "hidden_act='gelu' is not supported: this family is SwiGLU, use 'silu'",
-        "rope_type='yarn' is not supported: use 'default' or 'llama3'",
+        "rope_type='yarn' lacks factor: see its model card",
     ):
         assert part in message
     assert message.count("config.json") == 1

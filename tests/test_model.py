@@ -3,7 +3,7 @@
 import pytest
 
 from shardwright.errors import ModelError
-from shardwright.model import ModelSpec, preset, preset_names
+from shardwright.model import BUILT_TYPES, ModelSpec, preset, preset_names, unbuilt_reasons
 from shardwright.plan.params import parameter_table
 
 TINY = {
@@ -194,3 +194,24 @@ def test_unknown_model_type_lists_the_known():
 def test_routing_is_as_in_the_config_of_the_model_card(name, score, normalise, scale):
     moe = preset(name).moe
     assert (moe.score, moe.normalise, moe.scale) == (score, normalise, scale)
+
+
+def test_presets_of_built_families_are_built():
+    built = [name for name in preset_names() if preset(name).model_type in BUILT_TYPES]
+    assert {name: unbuilt_reasons(preset(name)) for name in built} == {name: [] for name in built}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("granite-3.3-8b", {}, "model_type='granite' is only modelled: train one of llama, mistral, "),
+        ("mixtral-8x7b", {"activation": "gelu"}, "activation='gelu' with a gate is only modelled"),
+        ("starcoder2-15b", {"activation": "relu2"}, "activation='relu2' is only modelled"),
+        ("qwen3-8b", {"other_rope": "dynamic"}, "other_rope='dynamic' is only modelled: train a model with"),
+        ("glm-4.5", {"rotary_share": 0.01}, "rotary_share=0.01 rotates an odd part of head_size=128"),
+        ("gpt2-xl", {"unbuilt": ("reorder=True",)}, "reorder=True is only modelled: train a model without"),
+    ],
+)
+def test_what_is_not_built_has_a_reason(name, changes, reason):
+    (found,) = unbuilt_reasons(preset(name).model_copy(update=changes))
+    assert found.startswith(reason)

@@ -1,6 +1,7 @@
 """From a Hugging Face ``config.json`` to a ModelSpec, without transformers."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shardwright.hf_reader import (
     Reader,
     given,
 )
-from shardwright.model import BUILT_TYPES, ModelSpec, preset
+from shardwright.model import ModelSpec, preset
 
 LLAMA3_ROPE = {
     "factor": "factor",
@@ -30,13 +31,20 @@ LLAMA3_ROPE = {
 }
 """Our names and theirs of the settings of rope_type llama3."""
 
-OTHER_ROPES: Mapping[str, str] = {
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "yarn": "yarn",
-    "longrope": "longrope",
-    "su": "longrope",
+ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "llama3": tuple(LLAMA3_ROPE.values()),
+    "linear": ("factor",),
+    "yarn": ("factor",),
 }
+"""Kinds of frequency scaling, and the numbers that each needs."""
+
+YARN_NUMBERS = (
+    *("original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("attention_factor", "mscale", "mscale_all_dim"),
+)
+"""More numbers that a scaling may have."""
+
+OTHER_ROPES: Mapping[str, str] = {"dynamic": "dynamic", "longrope": "longrope", "su": "longrope"}
 """Their names of frequency scalings that are known by name only, and ours."""
 
 WRAPPERS: Mapping[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
@@ -190,8 +198,13 @@ def _activation_faults(config: Config, reader: Reader) -> Iterator[str]:
     activation = given(config, key, reader.default("activation"))
     if str(activation) not in ACTIVATIONS:
         yield f"{key}={activation!r} is not supported: use one of {', '.join(ACTIVATIONS)}"
-    elif config.get("model_type", "llama") in BUILT_TYPES and ACTIVATIONS[activation] != "silu":
+    elif _is_swiglu(config) and ACTIVATIONS[activation] != "silu":
         yield f"{key}={activation!r} is not supported: this family is SwiGLU, use 'silu'"
+
+
+def _is_swiglu(config: Config) -> bool:
+    family = FAMILIES.get(str(config.get("model_type", "llama")))
+    return family is not None and "activation" not in family.free
 
 
 # Rotary embeddings
@@ -221,15 +234,17 @@ def rope_faults(config: Config) -> Iterator[str]:
             return
     rope = _rope_settings(config)
     kind = _rope_kind(rope)
-    built = config.get("model_type", "llama") in BUILT_TYPES
-    known = ("default", "llama3") if built else ("default", "llama3", *OTHER_ROPES)
+    known = ("default", *ROPE_NUMBERS, *OTHER_ROPES)
     if kind not in known:
-        use = " or ".join(repr(name) for name in known) if built else f"one of {', '.join(known)}"
-        yield f"rope_type={kind!r} is not supported: use {use}"
-    if kind == "llama3":
-        missing = [key for key in LLAMA3_ROPE.values() if rope.get(key) is None]
-        if missing:
-            yield f"rope_type='llama3' lacks {', '.join(missing)}: see its model card"
+        yield f"rope_type={kind!r} is not supported: use one of {', '.join(known)}"
+        return
+    missing = [key for key in ROPE_NUMBERS.get(kind, ()) if rope.get(key) is None]
+    if missing:
+        yield f"rope_type={kind!r} lacks {', '.join(missing)}: see its model card"
+    for key in (*ROPE_NUMBERS.get(kind, ()), *YARN_NUMBERS) if kind in ROPE_NUMBERS else ():
+        value = rope.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            yield f"{key}={value!r} of rope_type={kind!r} must be a number of at least 0"
 
 
 def rope_fields(config: Config, reader: Reader) -> Fields:
@@ -246,4 +261,32 @@ def rope_fields(config: Config, reader: Reader) -> Fields:
     kind = _rope_kind(rope)
     if kind == "llama3":
         fields["rope_scaling"] = {ours: rope[theirs] for ours, theirs in LLAMA3_ROPE.items()}
+    if kind == "linear":
+        fields["linear_rope"] = rope["factor"]
+    if kind == "yarn":
+        fields["yarn"] = _yarn(
+            rope, given(config, "max_position_embeddings", reader.default("max_positions"))
+        )
     return fields | {"other_rope": OTHER_ROPES.get(kind)}
+
+
+def _yarn(rope: Config, max_positions: Any) -> Fields:
+    """Settings of YaRN; both factors follow, unless given, from ``factor`` and two scales (DeepSeek).
+
+    Source: transformers ``_compute_yarn_parameters``; modeling_deepseek_v3.py, ``yarn_apply_mscale``.
+    """
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if rope["factor"] <= 1 else 0.1 * scale * math.log(rope["factor"]) + 1.0
+
+    scale, score_scale = (given(rope, key, 0) for key in ("mscale", "mscale_all_dim"))
+    inferred = magnitude(scale) / magnitude(score_scale) if scale and score_scale else magnitude(1.0)
+    return {
+        "factor": rope["factor"],
+        "original_positions": given(rope, "original_max_position_embeddings", max_positions),
+        "beta_fast": given(rope, "beta_fast", 32.0),
+        "beta_slow": given(rope, "beta_slow", 1.0),
+        "truncate": given(rope, "truncate", True),
+        "attention_factor": given(rope, "attention_factor", inferred),
+        "score_factor": magnitude(score_scale) ** 2 if score_scale else 1.0,
+    }

@@ -3,6 +3,7 @@
 Source: transformers configuration_*.py and modeling_*.py, 5.24.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,9 +36,14 @@ def _gemma3(config: Config) -> Fields:
     }
 
 
+GPT2_ODD = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}
+"""Settings that make other scores."""
+
+
 def _gpt2(config: Config) -> Fields:
     width = given(config, "n_inner", 4 * config["n_embd"])
-    return {"ffn": width, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    odd = [f"{key}={value}" for key, value in GPT2_ODD.items() if flag(config, key, not value) == value]
+    return {"ffn": width, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "unbuilt": tuple(odd)}
 
 
 def _gpt_neox(config: Config) -> Fields:
@@ -177,6 +183,7 @@ def _mla(config: Config) -> Fields:
         "nope_size": nope,
         "rope_size": rope,
         "value_size": given(config, "v_head_dim", 128),
+        "interleaved": flag(config, "rope_interleave", True),
     }
     return {"mla": values, "head_size": nope + rope, "kv_heads": config["num_attention_heads"]}
 
@@ -224,12 +231,20 @@ def _glm4_moe(config: Config) -> Fields:
     }
 
 
+GPT_OSS_YARN: Fields = {
+    "factor": 32.0,
+    "original_positions": 4096,
+    "truncate": False,
+    "attention_factor": 0.1 * math.log(32.0) + 1.0,
+}
+
+
 def _gpt_oss(config: Config) -> Fields:
     top_k = given(config, "experts_per_token", 4)
     moe = _moe(config, "num_local_experts", "intermediate_size", (128, top_k, None))
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     return {
-        **({} if rope else {"other_rope": "yarn"}),
+        **({} if rope else {"yarn": GPT_OSS_YARN}),
         **biases(config, default=True),
         **window(config, 128, 2),
         "moe": {**moe, "router_bias": True, "expert_bias": True},

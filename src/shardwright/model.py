@@ -19,8 +19,11 @@ ModelType = Literal[
     "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4_text",
 ]  # fmt: skip
 
-BUILT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-"""Families that the runtime builds; the planner models all."""
+BUILT_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gpt2", "starcoder2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+)
+"""Families that the runtime builds, see ``unbuilt_reasons``; the planner models all."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -35,6 +38,24 @@ class Llama3Rope(Description):
     low_freq_factor: PositiveFloat
     high_freq_factor: PositiveFloat
     original_positions: PositiveInt
+
+
+class Yarn(Description):
+    """Frequencies of rotary embeddings stretched each by its own factor: high ones kept, low ones divided.
+
+    A frequency is kept that turns more than ``beta_fast`` times in the original sequence, and divided by
+    ``factor`` if less than ``beta_slow`` times.
+
+    Source: Peng et al. 2023, arXiv:2309.00071; transformers modeling_rope_utils.py, ``yarn``.
+    """
+
+    factor: PositiveFloat
+    original_positions: PositiveInt
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    truncate: bool = Field(default=True, description="the borders between them to whole numbers")
+    attention_factor: PositiveFloat = Field(description="of cosines and sines")
+    score_factor: PositiveFloat = Field(default=1.0, description="of the scores of latent attention")
 
 
 class Moe(Description):
@@ -94,6 +115,7 @@ class Mla(Description):
     nope_size: PositiveInt
     rope_size: PositiveInt
     value_size: PositiveInt
+    interleaved: bool = Field(default=True, description="pairs that are rotated are neighbours")
 
 
 class ModelSpec(Description):
@@ -149,7 +171,9 @@ class ModelSpec(Description):
     local_rope_theta: PositiveFloat | None = Field(default=None, description="of windowed layers, if another")
     rotary_share: float = Field(default=1.0, ge=0, le=1, description="of a head that is rotated")
     rope_scaling: Llama3Rope | None = None
-    other_rope: Literal["linear", "dynamic", "yarn", "longrope"] | None = Field(
+    linear_rope: PositiveFloat | None = Field(default=None, description="all frequencies are divided by it")
+    yarn: Yarn | None = None
+    other_rope: Literal["dynamic", "longrope"] | None = Field(
         default=None, description="a frequency scaling known by name only"
     )
     no_rope_layers: tuple[NonNegativeInt, ...] = ()
@@ -161,6 +185,10 @@ class ModelSpec(Description):
     moe: Moe | None = None
     mla: Mla | None = None
     mtp_layers: NonNegativeInt = Field(default=0, description="multi-token prediction, counted apart")
+    unbuilt: tuple[str, ...] = Field(
+        default=(),
+        description="settings of its config.json that change what is computed, planned as if unset",
+    )
     naming: Naming | None = Field(default=None, description="of a model_type without a reader of its own")
     assumed: tuple[str, ...] = Field(default=(), description="what was not given, and what was taken for it")
     source: str = Field(default="", description="where the numbers are printed")
@@ -229,6 +257,34 @@ class ModelSpec(Description):
         for name, layers in lists.items():
             if any(layer >= self.layers for layer in layers):
                 yield f"{name}={list(layers)} names layers beyond the last, {self.layers - 1}"
+
+
+def unbuilt_reasons(model: ModelSpec) -> list[str]:
+    """What of a model the runtime does not build, a reason each; empty if it builds all of it."""
+    types = ", ".join(BUILT_TYPES)
+    moe = model.moe
+    biased = moe is not None and (
+        moe.expert_bias or moe.router_bias or (model.mlp_bias and moe.shared_ffn > 0)
+    )
+    odd = model.mla is None and int(model.head_size * model.rotary_share) % 2 == 1
+    rules = {
+        f"model_type={model.model_type!r} is only modelled: train one of {types}": (
+            model.model_type in BUILT_TYPES
+        ),
+        f"activation={model.activation!r} with a gate is only modelled: train a model with 'silu'": (
+            model.activation == "silu" or not model.gated_mlp
+        ),
+        f"activation={model.activation!r} is only modelled: train a model with another": (
+            model.activation != "relu2"
+        ),
+        f"other_rope={model.other_rope!r} is only modelled: train a model with linear, llama3 or yarn "
+        "scaling": model.other_rope is None,
+        f"rotary_share={model.rotary_share:g} rotates an odd part of head_size={model.head_size}: use a "
+        "share that makes pairs": model.positions != "rope" or not odd,
+        "experts with biases are only modelled: train a model without": not biased,
+        f"{', '.join(model.unbuilt)} is only modelled: train a model without": not model.unbuilt,
+    }
+    return [reason for reason, built in rules.items() if not built]
 
 
 def preset_names() -> list[str]:

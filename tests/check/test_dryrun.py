@@ -18,7 +18,7 @@ from shardwright.check.dryrun import dry_run
 from shardwright.cluster import device
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
-from shardwright.model import ModelSpec, preset
+from shardwright.model import Mla, ModelSpec, Moe, preset
 from shardwright.plan import holdings, memory, moments, traffic
 from shardwright.plan.activations import activations_of
 from shardwright.plan.params import EMBEDDING, HEAD
@@ -96,6 +96,20 @@ TIED, NORMED = changed(tied_embeddings=True), changed(qk_norm=True)
 BIASES = changed(qkv_bias=True, out_bias=True, mlp_bias=True)
 FEW_ROWS = changed(hidden=48, ffn=60, heads=2, kv_heads=1, head_size=16, qk_norm=True, qkv_bias=True)
 
+GELU_NORMED = changed(
+    norm="layer", norm_bias=True, gated_mlp=False, activation="gelu_tanh", qkv_bias=True, out_bias=True,
+    mlp_bias=True, tied_embeddings=True,
+)  # fmt: skip
+GPT2 = GELU_NORMED + changed(model_type="gpt2", kv_heads=8, positions="learned", max_positions=512)
+STARCODER2 = GELU_NORMED + changed(model_type="starcoder2")
+RELU = changed(activation="relu", tied_embeddings=False)
+LATENT = changed(
+    model_type="deepseek_v3", layers=3, kv_heads=8, head_size=48,
+    mla=Mla(q_rank=96, kv_rank=64, nope_size=32, rope_size=16, value_size=32),
+    moe=Moe(experts=8, top_k=2, ffn=128, shared_ffn=128, score="sigmoid", first_dense_layers=3),
+)  # fmt: skip
+WIDE_QUERIES = changed(mla=Mla(q_rank=0, kv_rank=64, nope_size=32, rope_size=16, value_size=32))
+
 PLANS = [
     *(Plan(stage=stage, m=m) for stage in (1, 2, 3) for m in (1, 2, 3)),
     Plan(m=4),
@@ -133,6 +147,13 @@ PLANS = [
     ),
     *(Plan(changed(layers=layers), stage=stage) for layers in (1, 4) for stage in (1, 3)),
     Plan(changed(layers=1) + TIED, m=1),
+    *(Plan(model, stage=stage) for model in (GPT2, STARCODER2) for stage in (1, 3)),
+    *(
+        Plan(model, m=1, recompute=kind)
+        for model in (GPT2, GPT2 + RELU, STARCODER2, LATENT)
+        for kind in ("none", "selective", "full")
+    ),
+    *(Plan(LATENT + WIDE_QUERIES, stage=stage) for stage in (1, 3)),
 ]
 
 

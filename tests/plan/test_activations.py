@@ -14,8 +14,9 @@ from shardwright.model import ModelSpec
 from shardwright.plan.activations import Split, block_activations, rotary_table_bytes
 from shardwright.plan.other_runtimes import llama_block_saved_bytes
 from shardwright.run.kernels import wide
-from shardwright.run.model import Block, Places, Transformer, rotary_tables
+from shardwright.run.model import Block, Transformer
 from shardwright.run.recompute import apply_recompute
+from shardwright.run.rotary import Places, rotary_tables
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 JOBS = {precision: Job(seq=24, global_batch=2, precision=precision) for precision in DTYPES}

@@ -8,8 +8,9 @@ from torch import nn
 
 from shardwright.model import Mla, ModelSpec, preset
 from shardwright.plan.activations import Split, block_activations
+from shardwright.run.feed_forward import MLP
 from shardwright.run.kernels import causal_attention, rotate
-from shardwright.run.model import MLP, RMSNorm
+from shardwright.run.layer_norm import RMSNorm
 
 MLA = Mla(q_rank=12, kv_rank=16, nope_size=8, rope_size=4, value_size=12)
 SPEC = preset("deepseek-v3").model_copy(

@@ -152,7 +152,10 @@ USUAL = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size"),
 )
-YARN = {"rope_scaling": {"type": "yarn", "factor": 40}}
+YARN = {
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+}
 EIGHTFOLD = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 MILLION = {"rope_theta": 1e6}
 

@@ -176,6 +176,12 @@ def test_a_job_that_no_layout_runs_is_said_with_every_reason():
         check_runnable(preset(EXPERTS), job, Layout())
 
 
+def test_sequences_beyond_the_learned_positions_are_refused():
+    with pytest.raises(LayoutError, match="seq=8192 is beyond the 1024 learned positions of model gpt2"):
+        check_runnable(preset("gpt2"), JOB, Layout())
+    assert not_runnable_reasons(preset("gpt2"), Job(seq=1024, global_batch=8), Layout()) == []
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -11,7 +11,10 @@ from shardwright.model import ModelSpec
 from shardwright.plan import tape
 from shardwright.plan.activations import block_activations
 from shardwright.plan.tape import Op, played
-from shardwright.run.model import MLP, Attention, Places, RMSNorm, rotary_tables
+from shardwright.run.attention import Attention
+from shardwright.run.feed_forward import MLP
+from shardwright.run.layer_norm import RMSNorm
+from shardwright.run.rotary import Places, rotary_tables
 
 SOURCE = {"x": 10.0}
 

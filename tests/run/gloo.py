@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
-from shardwright.model import Llama3Rope, ModelSpec, Moe
+from shardwright.model import Llama3Rope, Mla, ModelSpec, Moe, Yarn
 from shardwright.run.dataset import MASKED, Sample, sample_indices, stack_samples
 from shardwright.run.dp import sharded_modules
 from shardwright.run.expert_load import apply_balance, expert_load, routers, update_router_bias
@@ -47,6 +47,22 @@ def with_experts(model_type, layers=2, experts=8, top_k=2, **moe):
     return BASE.model_copy(update={**changes, "moe": moe})
 
 
+YARN = Yarn(factor=4.0, original_positions=16, attention_factor=1.1, score_factor=1.2)
+DEEPSEEK = {"shared_ffn": 24, "score": "sigmoid", "correction_bias": True, "groups": 4, "top_groups": 2}
+LATENT = {
+    "head_size": 12,
+    "kv_heads": 4,
+    "mla": Mla(q_rank=20, kv_rank=12, nope_size=8, rope_size=4, value_size=6),
+}
+GELU_NORMED = {"norm": "layer", "norm_bias": True, "gated_mlp": False, "activation": "gelu_tanh"} | {
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "tied_embeddings": True,
+}
+GPT2 = GELU_NORMED | {"model_type": "gpt2", "kv_heads": 4, "positions": "learned", "max_positions": 32}
+STARCODER2 = GELU_NORMED | {"model_type": "starcoder2", "tied_embeddings": False}
+
 MODELS = {
     "base": BASE,
     "tied": BASE.model_copy(update={"tied_embeddings": True}),
@@ -65,6 +81,15 @@ MODELS = {
         "glm4_moe", experts=4, top_k=1, score="sigmoid", normalise=False, correction_bias=True
     ).model_copy(update={"name": TO_ONE}),
     "deep_experts": with_experts("qwen3_moe", layers=4),
+    "latent": with_experts("deepseek_v3", 4, top_k=3, **DEEPSEEK).model_copy(update=LATENT),
+    "latent_dense": with_experts("deepseek_v3", 2, first_dense_layers=1, **DEEPSEEK).model_copy(
+        update=LATENT | {"yarn": YARN, "qkv_bias": True, "out_bias": True}
+    ),
+    "gpt2": BASE.model_copy(update=GPT2),
+    "deep_gpt2": BASE.model_copy(update=GPT2 | {"layers": 4}),
+    "gpt2_untied": BASE.model_copy(update=GPT2 | {"tied_embeddings": False}),
+    "starcoder2": BASE.model_copy(update=STARCODER2),
+    "yarn": BASE.model_copy(update={"yarn": YARN}),
     "windowed": BASE.model_copy(update={"model_type": "mistral", "sliding_window": 7}),
     "llama3_rope": BASE.model_copy(
         update={
@@ -138,26 +163,29 @@ def whole(tensor):
     """The whole of a tensor that may be sharded, as an array of fp64."""
     assert tensor is not None, "there is no gradient"
     if isinstance(tensor, DTensor):
-        tensor = split_halves(tensor) if any(map(halves, tensor.placements)) else tensor.full_tensor()
+        tensor = joined_parts(tensor) if any(map(stacked, tensor.placements)) else tensor.full_tensor()
     return tensor.detach().double().numpy().copy()
 
 
-def halves(placement):
-    """Whether a placement splits two stacked matrices each (gate and up of an expert)."""
+def stacked(placement):
+    """Whether a placement splits each of several stacked matrices: gate and up of an expert, or queries, keys
+    and values of GPT-2."""
     return isinstance(placement, _StridedShard) and placement.dim == 1
 
 
-def split_halves(tensor):
-    """The whole of such a tensor, by hand: torch 2.13 cannot beside FSDP."""
+def joined_parts(tensor):
+    """The whole of such a tensor, by hand: torch 2.13 cannot beside FSDP, which split last, on the left."""
     local, mesh = tensor.to_local(), tensor.device_mesh
-    for axis in ("tp", "expert_shard", "ep"):
-        parts = [torch.empty_like(local) for _ in range(mesh[axis].size())]
+    split = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    for axis in sorted(split, key=lambda axis: not stacked(tensor.placements[axis])):
+        placement = tensor.placements[axis]
+        parts = [torch.empty_like(local) for _ in range(mesh.size(axis))]
         torch.distributed.all_gather(parts, local.contiguous(), group=mesh.get_group(axis))
-        if axis == "tp":
-            pairs = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
-            local = torch.cat([torch.cat(pair, dim=1) for pair in pairs], dim=1)
+        if stacked(placement):
+            each = zip(*(part.chunk(placement.split_factor, dim=1) for part in parts), strict=True)
+            local = torch.cat([torch.cat(same, dim=1) for same in each], dim=1)
         else:
-            local = torch.cat(parts)
+            local = torch.cat(parts, placement.dim)
     return local
 
 

@@ -289,6 +289,30 @@ OFFLOAD_ROWS = [
     row("experts", ep=2, **SHARD, offload="optimizer+activations"),
 ]
 
+FAMILY_ROWS = [
+    row("latent", **SHARD),
+    row("latent_dense", **HSDP, recompute="full"),
+    *(row("latent", tp=2, etp=2, sp=sp) for sp in (False, True)),
+    row("latent_dense", tp=4, etp=4, sp=True, recompute="selective"),
+    row("latent", ep=2, tp=2, sp=True, **SHARD),
+    row("latent", ep=4, dp_shard=4),
+    *(row("latent_dense", cp=2, cp_kind=kind) for kind in KINDS),
+    row("latent_dense", **RING, tp=2, etp=2, sp=True, packed=True),
+    row("latent", pp=2, **ONE_BY_ONE),
+    row("latent", pp=2, **ZBV, tp=2, etp=2, sp=True, **ONE),
+    row("latent", pp=2, **ZBV, **RING, ep=2, recompute="selective"),
+    *(row("gpt2", **data) for data in (HSDP, {"dp_replicate": 2})),
+    *(row("gpt2", tp=2, sp=sp) for sp in (False, True)),
+    row("gpt2_untied", tp=2, sp=True, recompute="selective", **SHARD),
+    row("gpt2", tp=4, recompute="full"),
+    row("gpt2", **RING, tp=2, sp=True, **SHARD),
+    *(row("deep_gpt2", pp=2, **schedule) for schedule in (ONE_BY_ONE, ZBV)),
+    row("deep_gpt2", pp=2, **ONE_BY_ONE, tp=2, sp=True, **ONE),
+    *(row("starcoder2", tp=2, sp=sp, recompute="selective") for sp in (False, True)),
+    row("starcoder2", tp=4, **SHARD),
+    row("yarn", **RING, **SHARD),
+]
+
 ALL_DENSE_AXES = row("deep", pp=2, **ONE_BY_ONE, tp=2, sp=True, **RING, **ONE)
 """On 16 ranks."""
 
@@ -299,6 +323,7 @@ ROWS = [
     *PP_ROWS,
     *CONTEXT_ROWS,
     *EXPERT_ROWS,
+    *FAMILY_ROWS,
     *COMPILED_ROWS,
     *OFFLOAD_ROWS,
     ALL_DENSE_AXES,

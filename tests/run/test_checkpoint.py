@@ -94,6 +94,8 @@ BIASED = with_experts("deepseek_v3", score="sigmoid", correction_bias=True, scal
 
 MOVES = {
     "pp-to-offloaded-momentum": (BASE, "sgd_momentum", {"pp": 2}, {**SHARD, "offload": "optimizer"}),
+    "gpt2-tp-to-shard": (MODELS["gpt2"], "adamw", {"tp": 2, "sp": True}, SHARD),
+    "latent-shard-to-tp": (MODELS["latent"], "adamw", SHARD, {"tp": 2, "sp": True, "etp": 2, **SHARD}),
     "hsdp-to-one": (BASE, "adamw", {"dp_replicate": 2, **SHARD}, {}),
     "cp-to-cp-shard": (BASE, "adamw", {"cp": 2, "cp_kind": "ulysses"}, {**RING, **SHARD}),
     "uneven-shard-tp-to-pp": (MODELS["uneven_vocab"], "adamw", {**SHARD, "tp": 2, "sp": True}, {"pp": 2}),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from shardwright.model import Mla
 from shardwright.plan.block_ops import Matrix, Rank
-from shardwright.plan.names import attention_matrices
+from shardwright.plan.names import attention_matrices, naming
 from shardwright.plan.tape import Op, Step
 
 
@@ -30,7 +30,8 @@ def _grouped(rank: Rank, read: str) -> list[Step]:
     fused = any(kind == "qkv" for kind, _ in attention_matrices(m))
     if fused:
         targets = ("query", "key", "value")
-        matrix = Matrix("query, key, value", targets, query + 2 * key, m.hidden, m.qkv_bias)
+        bias = m.qkv_bias * (rank.split.tp if naming(m).transposed else 1)
+        matrix = Matrix("query, key, value", targets, query + 2 * key, m.hidden, bias)
         step = rank.product(matrix, read, sizes)
     else:
         matrices = [

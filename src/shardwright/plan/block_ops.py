@@ -30,13 +30,14 @@ class Split(NamedTuple):
 
 class Matrix(NamedTuple):
     """A product with a matrix of ``rows`` outputs and ``columns`` inputs, or with ``number`` of them for
-    ``copies`` of each token. ``targets``: by what names LoRA calls it."""
+    ``copies`` of each token. ``targets``: by what names LoRA calls it; ``bias``: biases of ``rows`` numbers,
+    as many as ranks of tp where a rank has the whole one of a split matrix."""
 
     name: str
     targets: tuple[str, ...]
     rows: float
     columns: float
-    bias: bool
+    bias: int
     number: float = 1.0
     copies: float = 1.0
 

@@ -10,7 +10,7 @@ from shardwright.cluster import Cluster
 from shardwright.errors import LayoutError
 from shardwright.job import Job
 from shardwright.layout import Layout
-from shardwright.model import BUILT_TYPES, ModelSpec
+from shardwright.model import ModelSpec
 from shardwright.plan.activations import Split, block_activations
 from shardwright.plan.budget import HOST, budget_rows, traffic_rows
 from shardwright.plan.gantt import parts_text, pipeline_text
@@ -27,6 +27,9 @@ from shardwright.plan.step import StepTime, mfu, step_time, tokens_per_second_pe
 from shardwright.plan.table import LayoutTable, table_of
 from shardwright.planfile import Plan, Prediction
 from shardwright.units import significant
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose block is Llama's, for which an eager SwiGLU is compared."""
 
 
 def plan_of(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> Plan:
@@ -187,7 +190,7 @@ def _activations(plan: Plan, ledger: Ledger) -> dict[str, Any]:
         "saved_by_block": {name: round(size * tokens) for name, size in block.saved.items()},
         "saved_by_block_without_recompute": round(none.saved_bytes * tokens),
         "saved_by_block_eager_swiglu": round(llama_block_saved_bytes(plan.model, plan.job.seq) * tokens)
-        if plan.job.precision == "bf16" and plan.model.model_type in BUILT_TYPES
+        if plan.job.precision == "bf16" and plan.model.model_type in LLAMA_LIKE
         else None,
         "blocks": int(ledger.stage.blocks[0]),
         "microbatches_in_flight": float(ledger.stage.in_flight[0]),

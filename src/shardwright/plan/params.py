@@ -310,7 +310,10 @@ def _matrices(
             shape, dim = (columns, rows), None if tp is None else 1 - tp
         yield Tensor(f"{path}{name}.weight", shape, role, _splits(tp=dim))
         if bias:
-            yield Tensor(f"{path}{name}.bias", (rows,), role, _splits(tp=0 if tp == 0 else None))
+            # GPT-2's of three matrices side by side, of which tp takes a part each, stays whole: its rows are
+            # FSDP's to split
+            split = tp == 0 and not (names.transposed and kind == "qkv")
+            yield Tensor(f"{path}{name}.bias", (rows,), role, _splits(tp=0 if split else None))
 
 
 def _shapes(model: ModelSpec, width: int) -> dict[str, tuple[int, int, bool, int | None]]:

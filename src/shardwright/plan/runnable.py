@@ -14,7 +14,7 @@ from shardwright.cluster import Cluster
 from shardwright.errors import LayoutError
 from shardwright.job import Job
 from shardwright.layout import DISPATCH_KINDS, HOST_OPTIMIZERS, SCHEDULE_NAMES, Dispatch, Layout, ScheduleName
-from shardwright.model import BUILT_TYPES, ModelSpec
+from shardwright.model import ModelSpec, unbuilt_reasons
 from shardwright.plan.rules import broken_rules
 from shardwright.plan.table import LayoutTable, table_of
 
@@ -87,8 +87,12 @@ def runnable_rows(table: LayoutTable, job: Job) -> Mask:
 
 def job_refusals(model: ModelSpec, job: Job) -> Iterator[str]:
     """Why the runtime executes no layout at all for this model and job."""
-    if model.model_type not in BUILT_TYPES:
-        yield f"model_type={model.model_type!r} is only modelled: train one of {', '.join(BUILT_TYPES)}"
+    yield from unbuilt_reasons(model)
+    if model.positions == "learned" and model.max_positions < job.seq:
+        yield (
+            f"seq={job.seq} is beyond the {model.max_positions} learned positions of model {model.name}: "
+            "train shorter sequences"
+        )
     if job.accounting != "fsdp2":
         yield f"accounting={job.accounting!r} is of another runtime: train with 'fsdp2'"
     if job.lora_rank:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.run.kernels import causal_attention
+from shardwright.run.narrow_attention import NarrowFunction
 from shardwright.run.pieces import Rows, Rules, Saved, whole_backward, whole_forward
 
 
@@ -56,7 +57,9 @@ class CausalAttention:
         """See ``Attend``."""
         rules = rules_of(q_BHSD, document_BS, scale, window)
         unmasked = document_BS is None and (window is None or window >= q_BHSD.shape[2])
-        if unmasked and (q_BHSD.device.type != "cpu" or q_BHSD.shape[-1] == v_BGSV.shape[-1]):
+        if unmasked and q_BHSD.device.type == "cpu" and q_BHSD.shape[-1] != v_BGSV.shape[-1]:
+            return NarrowFunction.apply(q_BHSD, k_BGSD, v_BGSV, rules.scale)
+        if unmasked:
             return causal_attention(q_BHSD, k_BGSD, v_BGSV, rules.scale)
         return CausalFunction.apply(q_BHSD, k_BGSD, v_BGSV, document_BS, rules)
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,8 @@ from shardwright.errors import PlanFileError, RunFailedError, ShardwrightError
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.run.init import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from shardwright.run.init import table_name
 from shardwright.run.linear import local
-from shardwright.run.model import Stages
 from shardwright.run.optim import set_learning_rate
 from shardwright.run.record import CHECKPOINTS
 from shardwright.run.step import Stepper
@@ -46,9 +46,9 @@ DIGEST = 12
 OPTIMIZER = "optim."
 """Starts the keys of optimizer state: ``optim.<parameter>.<kind>``."""
 
-STACKED, HALVES = "experts.gate_up_proj", (".gate", ".up")
-"""End of the names of parameters that are two matrices above each other along dim 1, and of the keys of each:
-of a pair split over tp a rank has a part of both, but in a file its part of a tensor is one block."""
+STACKED = {"experts.gate_up_proj": (".gate", ".up"), "attn.c_attn.weight": (".q", ".k", ".v")}
+"""Ends of the names of parameters that are several matrices along dim 1, and of the keys of each: tp gives a
+rank a part of every one, but in a file its part of a tensor is one block."""
 
 
 class About(NamedTuple):
@@ -199,37 +199,39 @@ def held_tensors(stepper: Stepper) -> tuple[dict[str, Tensor], list[tuple[Tensor
 
 def _keyed(stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in stepper.model.named_parameters():
-        key = _saved_name(stepper.model, name)
-        stacked = parameter.shape[1] if key.endswith(STACKED) else None
-        yield from _blocks(key, parameter.detach(), stacked)
+        key = table_name(name, stepper.model.spec)
+        parts = next((parts for end, parts in STACKED.items() if key.endswith(end)), ())
+        yield from _blocks(key, parameter.detach(), parts, parameter.shape)
         for kind, value in stepper.optimizer.state.get(parameter, {}).items():
             if value is not None:  # SGD's momentum before its first step
                 assert isinstance(value, Tensor), f"optimizer state {kind} is no tensor"
-                yield from _blocks(f"{OPTIMIZER}{key}.{kind}", value, stacked)
+                yield from _blocks(f"{OPTIMIZER}{key}.{kind}", value, parts, parameter.shape)
     for stage in stepper.model.stages:
         buffers = dict(stage.named_buffers())
         persistent = stage.state_dict() if buffers else {}
         yield from ((name, buffer) for name, buffer in buffers.items() if name in persistent)
 
 
-def _blocks(key: str, tensor: Tensor, stacked: int | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensor, or views of its two halves if dim 1 is ``stacked`` long, that of two matrices."""
-    if stacked is None or tensor.ndim < 2 or tensor.shape[1] != stacked:
+def _blocks(
+    key: str, tensor: Tensor, names: tuple[str, ...], shape: torch.Size
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensor of a parameter of ``shape``, or views of the matrices ``names`` that it is of."""
+    if not names or tensor.ndim < 2 or tensor.shape[1] != shape[1]:
         yield key, tensor
         return
-    parts = local(tensor).unflatten(1, (len(HALVES), -1)).unbind(1)
-    shape = torch.Size((tensor.shape[0], stacked // len(HALVES), *tensor.shape[2:]))
-    for half, part in zip(HALVES, parts, strict=True):
-        yield key + half, _like(tensor, part, shape) if isinstance(tensor, DTensor) else part
+    parts = local(tensor).unflatten(1, (len(names), -1)).unbind(1)
+    one = torch.Size((tensor.shape[0], shape[1] // len(names), *tensor.shape[2:]))
+    for name, part in zip(names, parts, strict=True):
+        yield key + name, _like(tensor, part, one) if isinstance(tensor, DTensor) else part
 
 
 def _like(stack: DTensor, part: Tensor, shape: torch.Size) -> DTensor:
-    """One half of a stack, split as it is."""
+    """One matrix of a stack, split as it is."""
 
-    def of_half(placement: Placement) -> Placement:
+    def of_one(placement: Placement) -> Placement:
         return Shard(1) if isinstance(placement, _StridedShard) and placement.dim == 1 else placement
 
-    placements = tuple(of_half(placement) for placement in stack.placements)
+    placements = tuple(of_one(placement) for placement in stack.placements)
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), stack.dtype)
     # from_local would copy what is offloaded to the mesh's device
     return DTensor(part, DTensorSpec(stack.device_mesh, placements, meta), requires_grad=False)
@@ -237,14 +239,9 @@ def _like(stack: DTensor, part: Tensor, shape: torch.Size) -> DTensor:
 
 def _parameter_of(key: str) -> str:
     """Name of the parameter that optimizer state is of."""
-    for half in HALVES:
-        key = key.removesuffix(half)
+    for name in chain.from_iterable(STACKED.values()):
+        key = key.removesuffix(name)
     return key.removeprefix(OPTIMIZER).rpartition(".")[0]
-
-
-def _saved_name(model: Stages, name: str) -> str:
-    """A last pipeline stage's copy of a tied matrix goes by the embedding's name."""
-    return EMBEDDING_WEIGHT if model.spec.tied_embeddings and name == HEAD_WEIGHT else name
 
 
 def _create_state(stepper: Stepper, names: set[str]) -> None:
@@ -252,7 +249,7 @@ def _create_state(stepper: Stepper, names: set[str]) -> None:
     if not names:
         return
     for name, parameter in stepper.model.named_parameters():
-        if _saved_name(stepper.model, name) in names:
+        if table_name(name, stepper.model.spec) in names:
             parameter.grad = torch.zeros_like(parameter)
     set_learning_rate(stepper.optimizer, 0.0)
     stepper.optimizer.step()

@@ -9,7 +9,8 @@ import torch._functorch.config
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.run.attend import CausalAttention
-from shardwright.run.model import MLP, Block, Transformer
+from shardwright.run.experts import MoE
+from shardwright.run.model import Block, Transformer
 
 BACKEND = "inductor"
 """What ``torch.compile`` uses of its own accord; it needs a C++ compiler, or Triton on a GPU."""
@@ -33,7 +34,7 @@ def apply_compile(model: Transformer, backend: str = BACKEND, *, passes: int = 1
     """
     if passes > 1:
         torch._functorch.config.donated_buffer = False  # torch has no such option for one function
-    for layer in model.model.layers.values():
+    for layer in model.decoder.layers.values():
         _leave_out(layer)
         layer.body = torch.compile(layer.body, backend=backend, dynamic=False)  # type: ignore[method-assign]
 
@@ -41,5 +42,5 @@ def apply_compile(model: Transformer, backend: str = BACKEND, *, passes: int = 1
 def _leave_out(layer: Block) -> None:
     if not isinstance(layer.self_attn.attend, CausalAttention):
         layer.self_attn.attend = torch.compiler.disable(layer.self_attn.attend)
-    if type(layer.mlp) is not MLP:
+    if isinstance(layer.mlp, MoE):
         layer.mlp.forward = torch.compiler.disable(layer.mlp.forward)  # type: ignore[method-assign]

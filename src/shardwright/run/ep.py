@@ -48,11 +48,11 @@ def _share_out(experts: Experts, meshes: ExpertMeshes, tensor_split: bool) -> No
     # gate and up are halves of dim 1: each is split
     splits = (Shard(0), _StridedShard(1, split_factor=2)), (Shard(0), Shard(2))
     width = 2 if tensor_split else 1
-    experts.gate_up_proj = _split(experts.gate_up_proj, meshes.held, splits[0][:width])
-    experts.down_proj = _split(experts.down_proj, meshes.held, splits[1][:width])
+    experts.gate_up_proj = split_parameter(experts.gate_up_proj, meshes.held, splits[0][:width])
+    experts.down_proj = split_parameter(experts.down_proj, meshes.held, splits[1][:width])
 
 
-def _split(
+def split_parameter(
     whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...] | list[Placement]
 ) -> nn.Parameter:
     """This rank's part of a whole parameter, as one of ``mesh``. Its own storage."""

@@ -39,7 +39,7 @@ def check_fp8(device: torch.device) -> None:
 
 def apply_fp8(model: Transformer) -> None:
     """Have every product of the blocks round to fp8, in place. Call before compile and FSDP."""
-    for layer in model.model.layers.values():
+    for layer in model.decoder.layers.values():
         for module in layer.modules():
             if isinstance(module, Linear):
                 module.product = fp8_product
@@ -60,7 +60,9 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = torch.finfo(dtype).max / largest
     # clamped: a scale that was rounded up would turn the largest element into NaN
     limit = torch.finfo(dtype).max
-    return (tensor.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
+    return (tensor.float() * scale).clamp(-limit, limit).to(
+        dtype, memory_format=torch.contiguous_format
+    ), scale.reciprocal()
 
 
 def _product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

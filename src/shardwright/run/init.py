@@ -10,10 +10,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.model import ModelSpec
+from shardwright.plan.names import naming
 from shardwright.run.expert_load import initialise_bias
 from shardwright.run.model import Stages, Transformer
 
-EMBEDDING_WEIGHT, HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
+HEAD_WEIGHT = "lm_head.weight"
+
+ADDING = (".o_proj.weight", ".down_proj.weight", ".c_proj.weight", "experts.down_proj")
+"""Ends of the names of matrices that add to the residual stream."""
+
+NORMS = ("norm.weight", ".ln_1.weight", ".ln_2.weight", ".ln_f.weight")
 
 BLOCK_NUMEL = 2**22
 """Elements of one block of rows: what a rank generates beyond its own shard is bounded by it."""
@@ -36,19 +42,20 @@ def initialise(model: Stages | Transformer, seed: int, device: torch.device) -> 
 
 def table_name(name: str, spec: ModelSpec) -> str:
     """Name in the parameter table: a last stage has a copy of a tied matrix, which the table has once."""
-    return EMBEDDING_WEIGHT if spec.tied_embeddings and name == HEAD_WEIGHT else name
+    tied = spec.tied_embeddings and name == HEAD_WEIGHT
+    return f"{naming(spec).embedding}.weight" if tied else name
 
 
 def fill(parameter: Tensor, name: str, spec: ModelSpec, seed: int) -> None:
     """Fill one parameter: a whole tensor, or this rank's part of a DTensor."""
     local, ranges = local_part(parameter)
-    if name.endswith("norm.weight"):
+    if name.endswith(NORMS):
         local.fill_(1.0)
     elif name.endswith(".bias"):
         local.fill_(0.0)
     elif local.numel():
         std = spec.initializer_range
-        if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+        if name.endswith(ADDING):
             std /= math.sqrt(2 * spec.layers)
         _fill_normal(local, ranges, parameter.shape, name, seed, std)
 

@@ -129,20 +129,33 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return SwiGLUFunction.apply(gate.reshape(flat), up.reshape(flat)).view(gate.shape)
 
 
+def _pairs(x: Tensor, pairs: int, first: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second numbers of all pairs that are turned."""
+    turned = x[..., first : first + 2 * pairs]
+    if interleaved:
+        return turned[..., 0::2], turned[..., 1::2]
+    return turned[..., :pairs], turned[..., pairs:]
+
+
 @torch.library.custom_op("shardwright::rotate", mutates_args=())
-def _rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, inverse: bool) -> Tensor:
-    half = x_BSHD.shape[-1] // 2
+def _rotate(
+    x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, first: int, interleaved: bool, inverse: bool
+) -> Tensor:
+    pairs = cos_SD.shape[-1]
     out_BSHD = torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
     cos, sin = cos_SD[:, None, :], sin_SD[:, None, :] * (-1 if inverse else 1)
     for x_SHD, out_SHD in zip(x_BSHD, out_BSHD, strict=True):
-        low, high = x_SHD[..., :half], x_SHD[..., half:]
-        out_SHD[..., :half] = (low * cos - high * sin).to(out_SHD.dtype)
-        out_SHD[..., half:] = (high * cos + low * sin).to(out_SHD.dtype)
+        if first or 2 * pairs < x_SHD.shape[-1]:
+            out_SHD.copy_(x_SHD)
+        low, high = _pairs(x_SHD, pairs, first, interleaved)
+        out_low, out_high = _pairs(out_SHD, pairs, first, interleaved)
+        out_low.copy_(low * cos - high * sin)
+        out_high.copy_(high * cos + low * sin)
     return out_BSHD
 
 
 @_rotate.register_fake
-def _(x_BSHD, cos_SD, sin_SD, inverse):
+def _(x_BSHD, cos_SD, sin_SD, first, interleaved, inverse):
     return torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
 
 
@@ -150,19 +163,26 @@ class RotateFunction(torch.autograd.Function):
     """Keeps nothing but the shared tables."""
 
     @staticmethod
-    def forward(ctx, x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    def forward(ctx, x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, first: int, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos_SD, sin_SD)
-        return _rotate(x_BSHD, cos_SD, sin_SD, False)
+        ctx.which = first, interleaved
+        return _rotate(x_BSHD, cos_SD, sin_SD, first, interleaved, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_BSHD: Tensor):
-        return _rotate(grad_BSHD, *ctx.saved_tensors, True), None, None
+        return _rotate(grad_BSHD, *ctx.saved_tensors, *ctx.which, True), None, None, None, None
 
 
-def rotate(x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-    """Rotary embedding: turn the halves of each head by the angles of the tables (S x D/2 each)."""
-    return RotateFunction.apply(x_BSHD, cos_SD, sin_SD)
+def rotate(
+    x_BSHD: Tensor, cos_SD: Tensor, sin_SD: Tensor, first: int = 0, *, interleaved: bool = False
+) -> Tensor:
+    """Rotary embedding: turn pairs of each head's numbers by the angles of the tables (S x pairs each).
+
+    The pairs lie in the numbers from ``first`` on, the others are copied; a pair is a number and that so many
+    pairs behind it, or two neighbours if ``interleaved``.
+    """
+    return RotateFunction.apply(x_BSHD, cos_SD, sin_SD, first, interleaved)
 
 
 def causal_attention(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scale: float | None = None) -> Tensor:

@@ -31,19 +31,26 @@ def local(parameter: Tensor) -> Tensor:
 
 class Linear(nn.Module):
     """``join(x @ weight.T) + bias``; ``join`` adds up the parts of a product that is split by its inputs.
-    run/fp8.py replaces ``product``."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+    ``transposed``: the weight's rows are its inputs, as GPT-2 has them. run/fp8.py replaces ``product``;
+    ``own`` picks this rank's part of a bias that is whole where the matrix is split.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, *, transposed: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        shape = (inputs, outputs) if transposed else (outputs, inputs)
+        self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.transposed = transposed
         self.product: Product = nn.functional.linear
         self.join: Join = same
+        self.own: Join = same
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = local(self.weight).t() if self.transposed else local(self.weight)
         if self.bias is None:
             return self.join(self.product(x, weight, None))
+        bias = self.own(local(self.bias))
         if self.join is same:
-            return self.product(x, weight, local(self.bias))
-        return self.join(self.product(x, weight, None)) + local(self.bias)
+            return self.product(x, weight, bias)
+        return self.join(self.product(x, weight, None)) + bias

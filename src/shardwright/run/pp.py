@@ -163,7 +163,7 @@ def tied_copies(model: Stages) -> tuple[Tensor | None, Tensor | None]:
     if model.spec.tied_embeddings:
         for stage in model.stages:
             if stage.part.first and not stage.part.last:
-                found = (stage.model.embed_tokens.weight, found[1])
+                found = (stage.decoder.embed_tokens.weight, found[1])
             elif stage.part.last and not stage.part.first:
                 found = (found[0], stage.lm_head.weight)
     return found

@@ -41,6 +41,7 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
+    torch.ops.shardwright.narrow_attention.default,
 }
 _MEETINGS = {
     torch.ops._c10d_functional.all_reduce.default,
@@ -63,7 +64,7 @@ def apply_recompute(
     wrap = functools.partial(
         checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
     )
-    for number, layer in model.model.layers.items():
+    for number, layer in model.decoder.layers.items():
         if kind == "selective":
             modules = kept_modules(model.spec, kept)
             attention, routed = "attention" in kept, "gate_proj" in kept

@@ -73,7 +73,7 @@ def parallel_model(
             apply_fp8(stage)
         apply_recompute(stage, layout.recompute, layout.kept, every=layout.recompute_every, passes=passes)
         if "activations" in layout.offload:
-            apply_activation_offload(stage.model.layers.values())
+            apply_activation_offload(stage.decoder.layers.values())
         if compile_backend is not None:
             apply_compile(stage, compile_backend, passes=passes)
         apply_dp(stage, mesh, zero_stage=layout.zero_stage, precision=job.precision)

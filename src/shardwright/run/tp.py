@@ -6,18 +6,24 @@ first (``enter``) and behind the second (``join``). With sequence parallelism th
 sequence: ranks gather it on entering and scatter the sum on joining, and norms work on a part of the tokens.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwright.model import ModelSpec
 from shardwright.plan.params import parameter_table
-from shardwright.run.init import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from shardwright.run.ep import split_parameter
+from shardwright.run.experts import MoE
+from shardwright.run.gpt2 import GPT2Attention
+from shardwright.run.init import HEAD_WEIGHT, table_name
 from shardwright.run.linear import Linear, local, same
 from shardwright.run.meeting import Meeting
-from shardwright.run.model import MLP, Shares, Transformer
+from shardwright.run.model import Shares, Transformer
 from shardwright.run.vocabulary_loss import VocabularyLoss
 
 
@@ -31,15 +37,19 @@ def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, s
     if mesh.size() == 1:
         return
     meeting = Meeting(mesh.get_group().group_name, mesh.size(), sequence_parallel)
-    for layer in model.model.layers.values():
+    for layer in model.decoder.layers.values():
         layer.self_attn.enter, layer.self_attn.o_proj.join = meeting.enter, meeting.join
-        if isinstance(layer.mlp, MLP):
-            layer.mlp.enter, layer.mlp.down_proj.join = meeting.enter, meeting.join
-        else:
+        if isinstance(layer.mlp, MoE):
             layer.mlp.meet(meeting, split_experts=split_experts)
-    if model.model.embed_tokens is not None:
-        model.model.embed_tokens.first_row = first_row(model.spec.vocab, mesh)
-        model.model.embed_tokens.join = meeting.join
+        else:
+            layer.mlp.enter, layer.mlp.down_proj.join = meeting.enter, meeting.join
+        if isinstance(layer.self_attn, GPT2Attention):
+            layer.self_attn.c_attn.own = functools.partial(_own_thirds, mesh)
+    if model.decoder.embed_tokens is not None:
+        model.decoder.embed_tokens.first_row = first_row(model.spec.vocab, mesh)
+        model.decoder.embed_tokens.join = meeting.join
+    if sequence_parallel:
+        model.own = lambda position_S: position_S.chunk(mesh.size())[mesh.get_local_rank()]
     if model.lm_head is not None:
         model.lm_head.enter = meeting.enter
         model.lm_head.cross_entropy = VocabularyLoss(first_row(model.spec.vocab, mesh), mesh.get_group())
@@ -49,6 +59,11 @@ def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, s
 def first_row(rows: int, mesh: DeviceMesh) -> int:
     """First of a table's rows that this rank has."""
     return min(-(-rows // mesh.size()) * mesh.get_local_rank(), rows)
+
+
+def _own_thirds(mesh: DeviceMesh, bias: Tensor) -> Tensor:
+    """Of a bias of queries, keys and values side by side, what this rank's heads have of each."""
+    return bias.view(3, mesh.size(), -1)[:, mesh.get_local_rank()].flatten()
 
 
 def sum_shares(model: Transformer) -> None:
@@ -73,7 +88,9 @@ def _split_parameters(model: Transformer, mesh: DeviceMesh, sequence_parallel: b
     """
     tensors = {tensor.name: tensor for tensor in parameter_table(model.spec).tensors()}
     splits = {name: tensor.splits.get("tp") for name, tensor in tensors.items() if "ep" not in tensor.splits}
-    splits.setdefault(HEAD_WEIGHT, splits[EMBEDDING_WEIGHT])  # tied: the table names it once
+    splits.setdefault(
+        HEAD_WEIGHT, splits[table_name(HEAD_WEIGHT, model.spec)]
+    )  # tied: the table names it once
     keys, copies = _key_mesh(model.spec, mesh)
     found: dict[str, list[str]] = {"all": [], "copies": []}
     for path, module in list(model.named_modules()):
@@ -82,7 +99,10 @@ def _split_parameters(model: Transformer, mesh: DeviceMesh, sequence_parallel: b
             if full not in splits:
                 continue  # a routed expert's
             dim = splits[full]
-            if dim is not None:
+            if dim is not None and isinstance(module, Linear) and path.endswith(".c_attn"):
+                thirds = _StridedShard(dim, split_factor=3)
+                module.register_parameter(name, split_parameter(parameter, mesh, (thirds,)))
+            elif dim is not None:
                 few = copies is not None and path.endswith(("k_proj", "v_proj"))
                 placements = [Shard(dim), Replicate()] if few else [Shard(dim)]
                 split = distribute_tensor(parameter, keys if few else mesh, placements, src_data_rank=None)
@@ -99,7 +119,7 @@ def _split_parameters(model: Transformer, mesh: DeviceMesh, sequence_parallel: b
 def _is_inside(module: nn.Module, name: str, path: str) -> bool:
     """Whether a parameter is used between ``enter`` and ``join``."""
     behind = isinstance(module, Linear) and name == "bias" and module.join is not same
-    return (".self_attn." in path or ".mlp." in path) and not behind
+    return any(branch in path for branch in (".self_attn.", ".attn.", ".mlp.")) and not behind
 
 
 def _key_mesh(spec: ModelSpec, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:

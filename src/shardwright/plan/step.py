@@ -41,6 +41,7 @@ from shardwright.plan.traffic import (
     optimizer_flows,
     scalar_flows,
     shard_axis,
+    share_flows,
     tied_flows,
     unit_copies,
 )
@@ -167,7 +168,12 @@ def outside_time(
     exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
         table, blocks, units, block, overlap
     )
-    once = [*tied_flows(model, job, table), *optimizer_flows(model, job, table, unit_copies(model, table))]
+    held = unit_copies(model, table)
+    once = [
+        *share_flows(model, job, table, held),
+        *tied_flows(model, job, table),
+        *optimizer_flows(model, job, table, held),
+    ]
     for flow in once:
         exposed[flow.axis] = exposed.get(flow.axis, 0.0) + flow_time(flow, routes[flow.axis])
     resting = updated_elements(table, blocks, with_experts, elements)

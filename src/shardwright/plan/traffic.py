@@ -24,6 +24,7 @@ from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, unit_elements
 from shardwright.plan.stages import V_SHAPED, most_expert_blocks, slowest_blocks
 from shardwright.plan.table import Floats, Ints, LayoutTable
+from shardwright.plan.tp_gradients import shared_gradients
 
 SCALAR_BYTES = 8
 """A token count (int64), a loss or a norm (fp64)."""
@@ -76,6 +77,7 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
         *_data_flows(model, job, table, copies),
         *scalar_flows(table),
         *_tp_flows(model, job, table, copies),
+        *share_flows(model, job, table, copies),
         *_context_flows(model, job, table, copies),
         *_expert_flows(model, job, table, copies),
         *_stage_flows(model, job, table),
@@ -218,6 +220,16 @@ def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[st
         ("all_reduce", wide, np.full_like(half, 3.0), loss),  # max, sum and target of the logits
     ):
         yield _flow("tp", name, table.tp, present, m * count, m * count * each)
+
+
+def share_flows(
+    model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
+) -> Iterator[Flow]:
+    """Gradients that ranks of tp add up once a step; see plan/tp_gradients.py."""
+    for sent in shared_gradients(model, job, table, copies):
+        yield _flow(
+            *sent[:3], (sent.degree > 1) & (sent.payload_bytes > 0), sent.launches, sent.payload_bytes
+        )
 
 
 # ep

@@ -63,7 +63,7 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(self, model: Stages, optimizer: torch.optim.Optimizer, mesh: RankMesh) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
-        self.axes = _axes_of_groups(mesh)
+        self.axes = _axes_of_groups(model, mesh)
         self.storages: dict[int, _Storage] = {}
         self.held: Counter[str] = Counter()
         self.births = 0
@@ -211,9 +211,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _axes_of_groups(mesh: RankMesh) -> dict[str, str]:
-    """Name of the axis behind each process group of the mesh; groups of one rank send nothing."""
-    return {axis.get_group().group_name: axis.mesh_dim_names[0] for axis in mesh.axes()}
+def _axes_of_groups(model: Stages, mesh: RankMesh) -> dict[str, str]:
+    """Name of the axis behind each process group of the mesh and of parts of tp; groups of one rank send
+    nothing."""
+    parts = {share.group.group_name: "tp" for stage in model.stages for share in stage.shares}
+    return parts | {axis.get_group().group_name: axis.mesh_dim_names[0] for axis in mesh.axes()}
 
 
 def _group_name(args) -> str | None:

@@ -1,0 +1,58 @@
+"""Gradients that ranks of tp add up once a step: of tensors that each holds, and finds a share of.
+
+run/tp.py:sum_shares sends them, one all-reduce for each stage and group.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from shardwright.job import Job
+from shardwright.model import ModelSpec
+from shardwright.plan.accounting import is_trained
+from shardwright.plan.activations import WIDE_BYTES
+from shardwright.plan.names import naming
+from shardwright.plan.optimizer_traffic import Exchange
+from shardwright.plan.params import Tensor
+from shardwright.plan.shards import unit_elements
+from shardwright.plan.table import Floats, Ints, LayoutTable
+
+
+def shared_gradients(
+    model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
+) -> Iterator[Exchange]:
+    """``copies``: units of each kind on a rank.
+
+    With sp every tensor that tp leaves whole is found in shares; without it those that work on a rank's own
+    heads or columns. Key/value heads fewer than the ranks are added up over the copies of each.
+    """
+
+    def bytes_of(wanted: Callable[[Tensor], bool]) -> Floats:
+        units = unit_elements(
+            model, table, lambda tensor: float(wanted(tensor) and is_trained(job, tensor)), job.adapters
+        )
+        held = [
+            copies[kind] * np.where(table.zero_stage > 0, unit.shard, unit.whole)
+            for kind, unit in units.items()
+        ]
+        return WIDE_BYTES[job.precision] * np.asarray(sum(held))
+
+    names = naming(model)
+    branches = (f".{names.attention}", f".{names.feed_forward}")
+    matrices = (*names.attention_matrices, *names.matrices)
+    behind = tuple(f".{name}.bias" for role, name in matrices if role in ("out", "down"))
+    keys = tuple(f".{name}." for role, name in names.attention_matrices if role in ("key", "value"))
+
+    def whole(tensor: Tensor) -> bool:
+        return "tp" not in tensor.splits and "ep" not in tensor.splits
+
+    def inside(tensor: Tensor) -> bool:
+        return any(branch in tensor.name for branch in branches) and not tensor.name.endswith(behind)
+
+    every = bytes_of(whole)
+    payload = np.where(table.sp == 1, every, bytes_of(lambda tensor: whole(tensor) and inside(tensor)))
+    yield Exchange("tp", "all_reduce", table.tp, payload * 0 + table.chunks, payload)
+    if (table.tp > model.kv_heads).any():
+        payload = bytes_of(lambda tensor: any(key in tensor.name for key in keys))
+        degree: Ints = np.maximum(table.tp // model.kv_heads, 1)
+        yield Exchange("tp", "all_reduce", degree, payload * 0 + table.chunks, payload)

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test parity check bench venv clean
+.PHONY: run test parity check bench bench-peer venv clean
 
 run: $(STAMP)
 	$(BIN)/shardwright loop
@@ -25,6 +25,9 @@ check: $(STAMP)
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench.py
 
+bench-peer: $(STAMP)
+	$(BIN)/python scripts/bench_peer.py
+
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -34,4 +37,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) .venv-peer build dist src/*.egg-info

@@ -17,6 +17,9 @@ from shardwright.plan.params import Tensor
 from shardwright.plan.shards import unit_elements
 from shardwright.plan.table import Floats, Ints, LayoutTable
 
+NORM_BYTES = 8
+"""The part of the squared gradient norm that lies in key/value heads fewer than ranks, fp64."""
+
 
 def shared_gradients(
     model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
@@ -56,3 +59,6 @@ def shared_gradients(
         payload = bytes_of(lambda tensor: any(key in tensor.name for key in keys))
         degree: Ints = np.maximum(table.tp // model.kv_heads, 1)
         yield Exchange("tp", "all_reduce", degree, payload * 0 + table.chunks, payload)
+        heads = np.where(table.tp > model.kv_heads, model.kv_heads, 1)
+        once = np.where(payload > 0, 1.0, 0.0)
+        yield Exchange("tp", "all_reduce", heads, once, NORM_BYTES * once)

@@ -79,10 +79,10 @@ def set_microbatch_schedule(model: Stages, *, zero_stage: int, last: bool) -> No
     keeps the parameters and reduces every time; stage 3 reshards and reduces every time. Replicas are always
     summed once, in the last.
     """
-    for stage in model.stages:
-        stage.set_requires_gradient_sync(last or zero_stage >= 2)
-        stage.set_requires_all_reduce(last)
-        stage.set_reshard_after_backward(last or zero_stage == 3)
+    for module in sharded_modules(model):
+        module.set_requires_gradient_sync(last or zero_stage >= 2, recurse=False)
+        module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(last or zero_stage == 3, recurse=False)
 
 
 def reshard(model: Stages) -> None:

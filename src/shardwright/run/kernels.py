@@ -44,14 +44,15 @@ def _rms_norm_backward(
     grad_NF: Tensor, x_NF: Tensor, weight_F: Tensor, rstd_N1: Tensor
 ) -> tuple[Tensor, Tensor]:
     dx_NF, dweight_F = torch.empty_like(x_NF), torch.zeros_like(weight_F, dtype=rstd_N1.dtype)
+    weight = weight_F.to(rstd_N1.dtype)
     for rows in row_slices(x_NF.shape[0], 3 * x_NF.shape[1] * rstd_N1.element_size()):
         normal = x_NF[rows].to(rstd_N1.dtype) * rstd_N1[rows]
         grad = grad_NF[rows].to(rstd_N1.dtype)
-        dweight_F += (grad * normal).sum(0)
-        scaled = grad * weight_F
-        dx_NF[rows] = ((scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd_N1[rows]).to(
-            x_NF.dtype
-        )
+        product = grad * normal
+        dweight_F += product.sum(0)
+        mean = torch.mv(product, weight).div_(x_NF.shape[1])[:, None]
+        dx = torch.mul(grad, weight, out=product).addcmul_(normal, mean, value=-1)
+        torch.mul(dx, rstd_N1[rows], out=dx_NF[rows])
     return dx_NF, dweight_F.to(weight_F.dtype, copy=True)
 
 
@@ -99,8 +100,10 @@ def _swiglu_backward(grad_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> tuple[T
     for rows in row_slices(gate_NF.shape[0], 3 * gate_NF.shape[1] * dtype.itemsize):
         gate, grad = gate_NF[rows].to(dtype), grad_NF[rows].to(dtype)
         sigmoid = torch.sigmoid(gate)
-        dup_NF[rows] = (grad * gate * sigmoid).to(dup_NF.dtype)
-        dgate_NF[rows] = (grad * up_NF[rows] * sigmoid * (1 + gate * (1 - sigmoid))).to(dgate_NF.dtype)
+        active = gate * sigmoid
+        torch.mul(grad, active, out=dup_NF[rows])
+        slope = active.mul_(1 - sigmoid).add_(sigmoid)
+        torch.mul(slope.mul_(grad), up_NF[rows], out=dgate_NF[rows])
     return dgate_NF, dup_NF
 
 
@@ -144,8 +147,17 @@ def _rotate(
     pairs = cos_SD.shape[-1]
     out_BSHD = torch.empty_like(x_BSHD, memory_format=torch.contiguous_format)
     cos, sin = cos_SD[:, None, :], sin_SD[:, None, :] * (-1 if inverse else 1)
+    whole = first == 0 and 2 * pairs == x_BSHD.shape[-1]
+    if x_BSHD.dtype == cos.dtype:
+        if not whole:
+            out_BSHD.copy_(x_BSHD)
+        low, high = _pairs(x_BSHD, pairs, first, interleaved)
+        out_low, out_high = _pairs(out_BSHD, pairs, first, interleaved)
+        torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-1)
+        torch.mul(high, cos, out=out_high).addcmul_(low, sin)
+        return out_BSHD
     for x_SHD, out_SHD in zip(x_BSHD, out_BSHD, strict=True):
-        if first or 2 * pairs < x_SHD.shape[-1]:
+        if not whole:
             out_SHD.copy_(x_SHD)
         low, high = _pairs(x_SHD, pairs, first, interleaved)
         out_low, out_high = _pairs(out_SHD, pairs, first, interleaved)

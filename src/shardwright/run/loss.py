@@ -36,11 +36,13 @@ def _(logits_NV, target_N):
 def _cross_entropy_backward_(logits_NV: Tensor, lse_N: Tensor, target_N: Tensor, scale: Tensor) -> None:
     for rows in row_slices(logits_NV.shape[0], logits_NV.shape[1] * lse_N.element_size()):
         target = target_N[rows]
-        grad = (logits_NV[rows].to(lse_N.dtype) - lse_N[rows, None]).exp_()
+        grad = logits_NV[rows].to(lse_N.dtype)  # the logits themselves, where they have that type
+        grad.sub_(lse_N[rows, None]).exp_()
         index = target.clamp(min=0)[:, None]
         grad.scatter_add_(1, index, grad.new_full((), -1.0).expand(index.shape))
         grad *= (target != MASKED)[:, None] * scale
-        logits_NV[rows] = grad.to(logits_NV.dtype)
+        if grad.dtype != logits_NV.dtype:
+            logits_NV[rows] = grad
 
 
 @_cross_entropy_backward_.register_fake

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Stages
+from shardwright.run.tp import TP_PARTS
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, LOGITS, ACTIVATIONS = "gathered", "logits", "activations"
@@ -214,7 +215,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _axes_of_groups(model: Stages, mesh: RankMesh) -> dict[str, str]:
     """Name of the axis behind each process group of the mesh and of parts of tp; groups of one rank send
     nothing."""
-    parts = {share.group.group_name: "tp" for stage in model.stages for share in stage.shares}
+    meshes = {tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)}
+    parts = {
+        own.get_group(name).group_name: "tp"
+        for own in meshes
+        for name in own.mesh_dim_names or ()
+        if name in TP_PARTS
+    }
     return parts | {axis.get_group().group_name: axis.mesh_dim_names[0] for axis in mesh.axes()}
 
 

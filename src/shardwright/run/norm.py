@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial
 from shardwright.run.shards import Group, inner_first, local, members, split_groups
 
 
+@torch.no_grad()
 def gradient_norm(
     parameters: Iterable[Tensor],
     extra_groups: Sequence[Group] = (),
@@ -27,11 +28,10 @@ def gradient_norm(
     reduce_partial_gradients(parameters)
     sums: dict[frozenset[tuple[int, ...]], Tensor] = {}
     groups: dict[tuple[int, ...], Group] = {}
-    for parameter in parameters:
-        own = {members(group): group for group in split_groups(parameter)}
+    for alike in _split_alike(parameters):
+        own = {members(group): group for group in split_groups(alike[0])}
         groups |= own
-        square = _square_sum(parameter) if counted(parameter) else _zero(parameter)
-        _add(sums, frozenset(own), square)
+        _add(sums, frozenset(own), _square_sum([p for p in alike if counted(p)], alike[0]))
     for group in inner_first(groups.values()):
         _sum_over(sums, group)
     total = sums.pop(frozenset(), None)
@@ -64,6 +64,7 @@ def reduce_partial_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
+@torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], norm: float, clip_norm: float) -> None:
     """Scale all gradients so that their global norm is at most ``clip_norm``; 0 leaves them."""
     if clip_norm <= 0 or norm <= clip_norm:
@@ -72,11 +73,18 @@ def clip_gradients(parameters: Iterable[Tensor], norm: float, clip_norm: float) 
     torch._foreach_mul_(gradients, clip_norm / norm)
 
 
-def _square_sum(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        return _zero(parameter)
-    return torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square()
+def _split_alike(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Parameters by mesh and placements, on which the groups that split them depend."""
+    found: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        split = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        found.setdefault(split, []).append(parameter)
+    return found.values()
 
 
-def _zero(parameter: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=local(parameter).device)
+def _square_sum(parameters: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Of the gradients on this rank, on the device of ``like``."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=local(like).device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()

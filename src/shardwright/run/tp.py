@@ -26,6 +26,9 @@ from shardwright.run.meeting import Meeting
 from shardwright.run.model import Shares, Transformer
 from shardwright.run.vocabulary_loss import VocabularyLoss
 
+TP_PARTS = ("tp_heads", "tp_copies")
+"""Axes of tp's ranks where key/value heads are fewer: by head, and over the copies of each."""
+
 
 def apply_tp(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, split_experts: bool) -> None:
     """Split the model's parameters over ``mesh`` and have its modules meet, in place. Call before FSDP.
@@ -126,5 +129,5 @@ def _key_mesh(spec: ModelSpec, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh
     """Mesh over which keys and values are split: with more ranks than heads, heads by copies of each."""
     if mesh.size() <= spec.kv_heads:
         return mesh, None
-    both = mesh._unflatten(0, (spec.kv_heads, mesh.size() // spec.kv_heads), ("tp_heads", "tp_copies"))
-    return both, both["tp_copies"]
+    both = mesh._unflatten(0, (spec.kv_heads, mesh.size() // spec.kv_heads), TP_PARTS)
+    return both, both[TP_PARTS[1]]

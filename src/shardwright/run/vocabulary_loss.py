@@ -51,12 +51,14 @@ def _(logits_NV, largest_N, row_N):
 def logits_to_gradient_(logits_NV: Tensor, lse_N: Tensor, row_N: Tensor, scale_N: Tensor) -> None:
     """Overwrite logits with the gradient of each token's loss, times its scale."""
     for rows in row_slices(logits_NV.shape[0], logits_NV.shape[1] * lse_N.element_size()):
-        grad = (logits_NV[rows].to(lse_N.dtype) - lse_N[rows, None]).exp_()
+        grad = logits_NV[rows].to(lse_N.dtype)  # the logits themselves, where they have that type
+        grad.sub_(lse_N[rows, None]).exp_()
         if grad.shape[1]:
             own = torch.where(row_N[rows] < 0, 0.0, -1.0).to(grad.dtype)
             grad.scatter_add_(1, row_N[rows].clamp(min=0)[:, None], own[:, None])
         grad *= scale_N[rows, None]
-        logits_NV[rows] = grad.to(logits_NV.dtype)
+        if grad.dtype != logits_NV.dtype:
+            logits_NV[rows] = grad
 
 
 @logits_to_gradient_.register_fake

@@ -90,8 +90,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 """Configurations of every family that has a reader."""
 
-NOT_SAID = {"model_type", "naming", "assumed", "source", "mtp_layers"}
-"""Fields that differ on purpose. Multi-token prediction is no part of transformers' model."""
+NOT_SAID = dict.fromkeys(("model_type", "naming", "assumed", "source", "mtp_layers"), True)
+NOT_SAID |= {"moe": {"score", "scale", "normalise"}}
+"""Fields that differ on purpose. Multi-token prediction is no part of transformers' model; what a router
+makes of its numbers changes no size and no time, and what is only derived is not trained."""
 
 JOB = Job(seq=512, global_batch=8)
 

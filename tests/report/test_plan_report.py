@@ -21,7 +21,7 @@ def test_brackets_in_a_plan_report_survive(width):
     )
     text = words_of(text_of(plan_report(document), width))
     assert "out_of_memory: [zero=3 b=1] no" in text
-    assert "chosen: [dp_replicate=2 dp_shard=2 zero=" in text
+    assert f"chosen: [{document['best'][0]['label'].split(' zero=')[0]} zero=" in text
     assert "assumed: precision=fp32" in text
 
 
@@ -51,7 +51,7 @@ def test_what_is_faster_but_only_modelled_comes_behind_in_a_table_of_its_own():
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_where_nothing_that_runs_fits_it_says_so(width):
-    document = find(*LARGE, {}, top=3).document
+    document = find(*LARGE, {"schedule": column_code("schedule", "ZB-H1", "")}, top=3).document
     assert document["feasible_runnable"] == 0
     assert not rows(document, True)
     text = text_of(plan_report(document), width)
@@ -108,7 +108,7 @@ def test_another_batch_is_told_with_its_schedule():
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_layout_that_does_not_fit_is_measured(width):
-    document = why_of("pp=4 tp=8 b=4", preset("llama-3.1-70b"), JOB_OF_32, cluster_of("h100-sxm", 32))
+    document = why_of("pp=4 tp=8 b=4 ZB-H1", preset("llama-3.1-70b"), JOB_OF_32, cluster_of("h100-sxm", 32))
     text = words_of(text_of(why_report(document), width))
     for part in (
         "not asked for, taken as: dp_replicate=1, dp_shard=1, cp=1, sp=false",
@@ -116,7 +116,7 @@ def test_a_layout_that_does_not_fit_is_measured(width):
         "it does not fit: pipeline rank 0 needs",
         "on this mesh [",
         "exposed tp",
-        "are only modelled",
+        "schedule='ZB-H1' is only modelled",
     ):
         assert part in text
 

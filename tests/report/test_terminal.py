@@ -77,6 +77,7 @@ def train_document(**changes):
     return {
         "steps": 3,
         "losses": [5.5, 4.0, 3.25],
+        "skipped_steps": [],
         "eval_losses": [{"step": 3, "loss": 3.5}],
         "step_time": 0.2,
         "tokens_per_s": 2560.0,

@@ -67,7 +67,7 @@ class Adafactor(torch.optim.Optimizer):
                 state["square"] = torch.zeros_like(parameter)
         state["step"] += 1
         fresh = (
-            state["step"].pow(-group["decay"]).to(parameter.dtype)
+            state["step"].double().pow(-group["decay"]).to(parameter.dtype)
         )  # a tensor: nothing waits for the device
         if is_factored(parameter):
             local(state["row"]).lerp_(sums[0] / parameter.shape[-1], fresh)

@@ -547,9 +547,9 @@ def splits_of(name: str) -> dict[str, dict[str, int]]:
         ),
         (
             "gpt2",  # a weight of Conv1D is transposed
-            ["attn.c_proj.weight", "mlp.c_proj.weight", "attn.c_attn.bias", "mlp.c_fc.bias"],
+            ["attn.c_proj.weight", "mlp.c_proj.weight", "mlp.c_fc.bias"],
             ["attn.c_attn.weight", "mlp.c_fc.weight"],
-            ["attn.c_proj.bias", "mlp.c_proj.bias", "transformer.wpe.weight"],
+            ["attn.c_attn.bias", "attn.c_proj.bias", "mlp.c_proj.bias", "transformer.wpe.weight"],
         ),
     ],
 )

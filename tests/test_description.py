@@ -138,6 +138,10 @@ def test_toml_round_trip_is_exact(record):
     assert_round_trip(record)
 
 
+def test_toml_keeps_carriage_returns():
+    assert_round_trip(device("h100").model_copy(update={"source": "a\r\nb\rc\n"}))
+
+
 @settings(deadline=None)
 @given(record=st.one_of(DEVICES, MODELS, JOBS, LAYOUTS))
 def test_json_round_trip_is_exact(record):

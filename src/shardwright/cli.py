@@ -338,8 +338,11 @@ def _quantity(option: str, text: str | None, units: Mapping[str, float]) -> floa
 def check(
     plan_path: opt.PlanArgument,
     tolerance: Annotated[
-        float, typer.Option(help="Largest difference at the peak, as a share of it.", min=0, max=1)
-    ] = 0.02,
+        float | None,
+        typer.Option(
+            help="Largest difference at the peak, as a share of it.  [0.02, with experts 0.04]", min=0, max=1
+        ),
+    ] = None,
     as_json: opt.JsonOption = False,
 ) -> None:
     """Execute one rank without memory or network; exit status 1 if the ledger says otherwise."""

@@ -80,7 +80,8 @@ class Description(BaseModel):
 
     def to_toml(self) -> str:
         """Write as TOML; ``from_toml`` of it equals this record."""
-        return tomli_w.dumps(self.model_dump(context=AS_TEXT, exclude_none=True), multiline_strings=True)
+        values = self.model_dump(context=AS_TEXT, exclude_none=True)
+        return tomli_w.dumps(values, multiline_strings=r"\r" not in repr(values))  # it would be read as \n
 
 
 def read_text(path: Path, error: type[ShardwrightError]) -> str:

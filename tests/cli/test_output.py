@@ -137,7 +137,7 @@ def test_a_difference_is_status_1_and_the_document_is_whole(run, plan_file, one_
 def test_plan_explain_check_train(run, model, tmp_path, one_thread):
     """The loop by hand, on two ranks, data of its own."""
     plan = ("plan", model, "--seq=32", "--global-batch=4", "--gpus=2", "--steps=100", "--warmup-steps=10")
-    assert run(*plan, "--tp=1", "--pp=1", "--cp=1", "-o", "exp/plan.toml").status == 0
+    assert run(*plan, "--pp=1", "-o", "exp/plan.toml").status == 0
     assert run("explain", "exp").status == 0
     assert run("check", "exp").status == 0
     (tmp_path / "text").mkdir()

@@ -91,7 +91,7 @@ def _of_mesh(model, job, mesh):
     """Its layouts without recomputation, offload or parts of the loss."""
     pp, replicate, shard, cp, tp = mesh
     for micro_batch, m in product(range(1, job.global_batch + 1), repeat=2):
-        if replicate * shard * micro_batch * m != job.global_batch or (pp > 1 and model.tied_embeddings):
+        if replicate * shard * micro_batch * m != job.global_batch:
             continue
         for sp, cp_kind, zero, pipeline, experts, order in product(
             {False, tp > 1}, CONTEXT_KINDS[1:] if cp > 1 else ["none"],

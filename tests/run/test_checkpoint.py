@@ -118,7 +118,7 @@ def test_another_layout_goes_on_as_the_first_would_have(tmp_path, move):
     spec, optimizer, before, after = MOVES[move]
     job = job_of(BATCH, optimizer=optimizer, router_aux_weight=1.0, router_bias_rate=1e-3)
     differences = goes_on(tmp_path, spec, job, plan(spec, **before), plan(spec, **after))
-    assert max(differences) < (1e-9 if spec.moe or optimizer == "muon" else 1e-12)
+    assert max(differences) < (1e-9 if spec.moe or optimizer == "muon" else 1e-11)
 
 
 SAME = {

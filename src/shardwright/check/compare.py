@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.axes import DATA_AXES, EXPERT_AXES, MESH_ORDER
+from shardwright.axes import joined_axis
 from shardwright.check.dryrun import Execution, dry_run
 from shardwright.errors import LayoutError
+from shardwright.plan.explain import plan_of
 from shardwright.plan.memory import Ledger, memory_ledger
 from shardwright.plan.moments import timeline
 from shardwright.plan.runnable import check_trainable
@@ -15,11 +16,11 @@ from shardwright.plan.table import LayoutTable, table_of
 from shardwright.plan.traffic import merged, traffic
 from shardwright.planfile import Plan
 
-NOT_COMPARED = tuple(axis for axis in (*MESH_ORDER, *EXPERT_AXES) if axis not in DATA_AXES)
-"""Axes whose collectives and stages the comparison does not know."""
-
 MEMORY_TOLERANCE = 0.02
 """Largest difference of a term at the peak, as a share of it. The resting state and traffic have none."""
+
+EXPERT_TOLERANCE = 0.04
+"""The same of models with experts."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,19 @@ class Comparison:
         return asdict(self)
 
 
-def check_plan(plan: Plan, memory_tolerance: float = MEMORY_TOLERANCE) -> Comparison:
-    """Dry-run one rank of ``plan`` and compare.
+def check_plan(plan: Plan, memory_tolerance: float | None = None) -> Comparison:
+    """Dry-run one rank of ``plan`` and compare, experts under balanced routing.
 
-    Raises: LayoutError: the runtime does not execute the plan, or its axes are not compared.
+    Raises: LayoutError: the runtime does not execute the plan, or it is a pipeline, which is not compared.
     """
     check_trainable(plan.model, plan.job, plan.cluster, plan.layout)
-    others = [axis for axis in NOT_COMPARED if getattr(plan.layout, axis) > 1]
-    if others:
-        named = ", ".join(f"{axis}={getattr(plan.layout, axis)}" for axis in others)
-        raise LayoutError(f"layout has {named}: the ledger is compared on data axes alone, train runs it")
-    return compare(plan, dry_run(plan.model, plan.job, plan.layout), memory_tolerance)
+    if plan.layout.pp > 1:
+        raise LayoutError(f"layout has pp={plan.layout.pp}: pipelines are not compared yet, train runs them")
+    job = plan.job.model_copy(update={"expert_imbalance": 1.0})
+    balanced = plan_of(plan.model, job, plan.cluster, plan.layout)
+    tolerance = MEMORY_TOLERANCE if plan.model.moe is None else EXPERT_TOLERANCE
+    found = dry_run(plan.model, job, plan.layout)
+    return compare(balanced, found, tolerance if memory_tolerance is None else memory_tolerance)
 
 
 def compare(plan: Plan, execution: Execution, memory_tolerance: float = MEMORY_TOLERANCE) -> Comparison:
@@ -143,15 +146,33 @@ def _peak_terms(
     return name, terms
 
 
+def _group_of(plan: Plan, axis: str) -> str:
+    """Name of the ranks that an axis joins: those of its axes that have more than one; of the experts' axes
+    that of the ranks they are cut out of, where they are all of them."""
+    layout = plan.layout
+    cut = ("dp_shard", "cp", *(("tp",) if layout.etp == 1 else ()))
+    wide = joined_axis(tuple(name for name in cut if getattr(layout, name) > 1))
+    if axis == "ep" and layout.expert_shard == 1 and wide in ("dp_shard", "cp", "tp", "dp_shard+cp"):
+        return wide
+    if axis == "expert_shard" and layout.ep == 1:
+        return wide
+    if "+" not in axis:
+        return axis
+    return joined_axis(tuple(name for name in axis.split("+") if getattr(layout, name) > 1))
+
+
 def _flows(plan: Plan, table: LayoutTable, execution: Execution) -> list[Flow]:
-    predicted = {
-        (flow.axis, flow.collective): (int(flow.launches[0]), int(flow.payload_bytes[0]))
-        for flow in merged(traffic(plan.model, plan.job, table))
-        if flow.launches[0]
-    }
-    executed = {
-        (key.axis, key.name): (sent.launches, sent.payload_bytes) for key, sent in execution.traffic.items()
-    }
+    predicted: dict[tuple[str, str], tuple[int, int]] = {}
+    for flow in merged(traffic(plan.model, plan.job, table)):
+        if flow.launches[0]:
+            key = (_group_of(plan, flow.axis), flow.collective)
+            launches, payload = predicted.get(key, (0, 0))
+            predicted[key] = launches + int(flow.launches[0]), payload + int(flow.payload_bytes[0])
+    executed: dict[tuple[str, str], tuple[int, int]] = {}
+    for kind, sent in execution.traffic.items():
+        key = (_group_of(plan, kind.axis), kind.name)
+        launches, payload = executed.get(key, (0, 0))
+        executed[key] = launches + sent.launches, payload + sent.payload_bytes
     rows = []
     for axis, collective in sorted(predicted.keys() | executed.keys()):
         launches, payload = predicted.get((axis, collective), (0, 0))

@@ -16,9 +16,11 @@ from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.plan.holdings import token_bytes
+from shardwright.run.expert_load import set_routing
 from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import ACTIVATIONS, Collective, MemoryMeter, Sent
 from shardwright.run.model import Microbatch
+from shardwright.run.routing import BalancedRouting
 from shardwright.run.step import Stepper, parallel_model
 
 STEADY_MICROBATCHES = 3
@@ -56,10 +58,12 @@ def dry_run(
     try:
         mesh = build_mesh(layout, "cpu")
         network = parallel_model(model, job, layout, mesh)
+        set_routing(network, BalancedRouting(job.expert_imbalance if layout.ep > 1 else 1.0))
         with FakeTensorMode(allow_non_fake_inputs=True):
             network.to_empty(device="cpu")
             stepper = Stepper(network, job, layout, mesh, read=lambda scalar: 1.0)
-            stepper.step(0, _microbatches(job, layout, 1))  # makes the optimizer's state
+            # makes the optimizer's state, and DTensor's rules for what follows, which fake whole tensors once
+            stepper.step(0, _microbatches(job, layout, min(count, 2)))
             meter = MemoryMeter(network, stepper.optimizer, mesh)
             sent_after: list[dict[Collective, Sent]] = []
             stepper.after_microbatch = lambda index: sent_after.append(meter.traffic)

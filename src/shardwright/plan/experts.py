@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwright.job import Job
-from shardwright.layout import DISPATCH_KINDS, RECOMPUTE_KINDS
+from shardwright.layout import DISPATCH_KINDS
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES
 from shardwright.plan.collectives import Route, collective_time
@@ -28,20 +28,29 @@ def copies_per_token(model: ModelSpec, job: Job) -> float:
     return (model.moe.top_k if model.moe else 0) * (job.expert_capacity or 1.0)
 
 
-def dispatched_bytes(model: ModelSpec, job: Job, table: LayoutTable) -> Floats:
-    """What a rank gives to one all-to-all of one block with experts, the part it keeps too [B].
+def routed_tokens(job: Job, table: LayoutTable) -> Floats:
+    """Tokens of a microbatch that a rank routes: with sp its own share of tp's, unless tp splits the experts,
+    whose ranks then route the same tokens."""
+    own = np.where((table.sp == 1) & (table.etp == 1), table.tp, 1)
+    return np.asarray(table.micro_batch * job.seq / table.cp / own)
 
-    With sp each rank of tp dispatches its own share of the tokens.
-    """
-    tokens = table.micro_batch * job.seq / table.cp / np.where(table.sp == 1, table.tp, 1)
+
+def dispatched_bytes(model: ModelSpec, job: Job, table: LayoutTable) -> Floats:
+    """What a rank gives to one all-to-all of one block with experts, the part it keeps too [B]."""
+    tokens = routed_tokens(job, table)
     return np.asarray(ELEMENT_BYTES[job.precision] * model.hidden * copies_per_token(model, job) * tokens)
 
 
 def dispatch_launches(table: LayoutTable) -> Floats:
-    """All-to-alls of one block and microbatch: two forward and two backward; full recomputation repeats those
-    of the forward pass."""
-    full = table.recompute == RECOMPUTE_KINDS.index("full")
-    return np.where(full, 4 + 2 / table.recompute_every, 4.0)
+    """All-to-alls of one block and microbatch: two forward and two backward; recomputation repeats those of
+    the forward pass."""
+    return 2 * forward_passes(table) + 2
+
+
+def forward_passes(table: LayoutTable) -> Floats:
+    """How often a microbatch goes through the experts of a block, recomputation counted: selective keeps none
+    of their outputs."""
+    return np.where(table.recompute > 0, 1 + 1 / table.recompute_every, 1.0)
 
 
 def nodes_of_a_token(model: ModelSpec, nodes: ArrayLike) -> Floats:
@@ -61,12 +70,11 @@ def nodes_of_a_token(model: ModelSpec, nodes: ArrayLike) -> Floats:
 def tensor_rounds(model: ModelSpec, table: LayoutTable) -> Floats:
     """Rounds over tp that the feed-forward part of a block with experts takes, over those of a dense one.
 
-    Experts cut by tp (etp) need the tokens of all its ranks: the tokens themselves where ep is 1, else every
-    dispatched copy. Whole experts need none. Shared experts are cut as a dense network is.
+    Experts cut by tp (etp) need the tokens of all its ranks, which meet around all experts. Whole experts
+    need none; shared ones beside them are cut as a dense network is.
     """
     assert model.moe is not None, "a model with experts"
-    routed = np.where(table.etp == 1, 0.0, np.where(table.ep == 1, 1.0, model.moe.top_k))
-    return routed + (1.0 if model.moe.shared_ffn else 0.0)
+    return np.where(table.etp > 1, 1.0, 1.0 if model.moe.shared_ffn else 0.0)
 
 
 def dispatch_time(model: ModelSpec, job: Job, table: LayoutTable, route: Route) -> Floats:

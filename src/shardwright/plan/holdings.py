@@ -87,6 +87,7 @@ class RankStep:
     embedding: Amounts
     block: Amounts
     mean: Amounts
+    ahead: Floats  # gathered of the block whose backward comes next, while another's runs
     head: Amounts
     tokens: Floats  # of a microbatch on a rank
     saved: Floats  # of one block, the mean
@@ -216,6 +217,13 @@ def _block_amounts(amounts: Mapping[str, Amounts], model: ModelSpec, stage: Stag
     return largest, _mean(stage.expert_blocks / stage.blocks, with_experts, amounts[BLOCK])
 
 
+def _gathered_ahead(block: Amounts, experts: Amounts, table: LayoutTable, stage: Stage) -> Floats:
+    """What is gathered of a block before its turn: nothing of experts that no rank shards, which are copied
+    when they are needed."""
+    whole = (table.expert_shard == 1) & (table.shard > 1) & (stage.expert_blocks > 0)
+    return block.gathered - np.where(whole, experts.gathered, 0.0) if whole.any() else block.gathered
+
+
 def unit_amounts(model: ModelSpec, job: Job, table: LayoutTable) -> dict[str, Amounts]:
     """Bytes of one unit of every kind."""
     return amounts_of(model, job, table, unit_elements(model, table, trained_weight(job), job.adapters))
@@ -263,6 +271,7 @@ def rank_step(
         embedding=_held(embedding, stage.embedding),
         block=block,
         mean=mean,
+        ahead=_gathered_ahead(block, units[EXPERTS], table, stage),
         head=_held(units[HEAD], stage.head),
         tokens=tokens,
         saved=saved,

@@ -272,7 +272,7 @@ def _gathering(step: RankStep, role: Role, blocks: Floats, resident: Floats, buf
 
 def _prefetched(step: RankStep) -> Floats:
     """Stage 3: the buffer of the block whose backward comes next."""
-    return np.where(step.table.shard > 1, step.block.gathered, 0.0)
+    return np.where(step.table.shard > 1, step.ahead, 0.0)
 
 
 def _head_backward(step: RankStep, role: Role) -> Held:
@@ -300,7 +300,11 @@ def _in_block(step: RankStep, role: Role, layer: Floats, moment: _Inside) -> Hel
     after_head = 0.0 if step.tied else step.head.reduce_input
     previous = np.where(layer == step.layers - 1, after_head, step.block.reduce_input)
     buffer = np.where(reduces(step, role), previous, 0.0)
-    stage3 = step.block.gathered * np.where(layer > 0, 2, 1) + (step.head.gathered if step.tied else 0.0)
+    stage3 = (
+        step.block.gathered
+        + np.where(layer > 0, step.ahead, 0.0)
+        + (step.head.gathered if step.tied else 0.0)
+    )
     gathered = gathered_parameters(step, role, still, stage3) + waiting_gradients(step, role, still)
     gathered = gathered + buffer + moment.fresh
     activations = step.kept(layer) + step.tokens * moment.token_bytes + step.inputs + step.tied_gradient
@@ -322,7 +326,7 @@ def _first_block_copied_out(step: RankStep, role: Role) -> Held:
 
 def _block_reduced(step: RankStep, role: Role, layer: Floats) -> Held:
     before, after = Open(layer + 1, step.tied), Open(layer, step.tied)
-    stage3 = step.block.gathered * np.where(layer > 0, 1, 0) + (step.head.gathered if step.tied else 0.0)
+    stage3 = np.where(layer > 0, step.ahead, 0.0) + (step.head.gathered if step.tied else 0.0)
     gathered = gathered_parameters(step, role, after, stage3) + waiting_gradients(
         step, role, after if role.last else before
     )

@@ -39,6 +39,7 @@ from shardwright.plan.table import Floats, Ints, LayoutTable, added, by_schedule
 from shardwright.plan.traffic import (
     Flow,
     optimizer_flows,
+    routing_flows,
     scalar_flows,
     shard_axis,
     share_flows,
@@ -171,6 +172,7 @@ def outside_time(
     held = unit_copies(model, table)
     once = [
         *share_flows(model, job, table, held),
+        *routing_flows(model, job, table, held),
         *tied_flows(model, job, table),
         *optimizer_flows(model, job, table, held),
     ]

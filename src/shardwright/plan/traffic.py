@@ -21,6 +21,7 @@ from shardwright.plan.attention import head_sizes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
 from shardwright.plan.optimizer_traffic import optimizer_exchanges
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
+from shardwright.plan.routing_traffic import routing_exchanges
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, unit_elements
 from shardwright.plan.stages import V_SHAPED, most_expert_blocks, slowest_blocks
 from shardwright.plan.table import Floats, Ints, LayoutTable
@@ -80,6 +81,7 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
         *share_flows(model, job, table, copies),
         *_context_flows(model, job, table, copies),
         *_expert_flows(model, job, table, copies),
+        *routing_flows(model, job, table, copies),
         *_stage_flows(model, job, table),
         *tied_flows(model, job, table),
         *optimizer_flows(model, job, table, copies),
@@ -110,11 +112,18 @@ def _data_flows(
                 times = np.where(stage == 3, each, 1) if units is gathered else np.where(stage >= 2, m, 1)
                 launches = times * copies[kind]
                 payload = launches * units[kind].padded * bytes_each
-                yield _flow(axis, name, degree, (degree > 1) & (stage > 0), launches, payload)
+                present = (degree > 1) & (stage > 0)
+                if kind == EXPERTS:  # without axes of their own they travel with the rest of their block
+                    together = present & (table.ep * table.etp == 1)
+                    yield _flow(shard, name, degree, together, 0 * launches, payload)
+                    present = present & ~together
+                yield _flow(axis, name, degree, present, launches, payload)
     for kind in (*plain, *experts):
         payload = copies[kind] * reduced[kind].shard * wide
-        present = table.dp_replicate > 1
-        yield _flow("dp_replicate", "all_reduce", table.dp_replicate, present, copies[kind], payload)
+        together = (table.ep * table.etp == 1) if kind == EXPERTS else False
+        launches = np.where(together, 0, copies[kind])
+        degree = table.dp_replicate
+        yield _flow("dp_replicate", "all_reduce", degree, degree > 1, launches, payload)
 
 
 def _flow(
@@ -172,52 +181,75 @@ def scalar_flows(table: LayoutTable) -> list[Flow]:
 # tp
 
 
-def tp_rounds(table: LayoutTable) -> Rounds:
-    """Rounds of a ring over tp in a dense block, each of one hidden vector a token.
+class Meetings(NamedTuple):
+    """How often ranks of tp meet in a block and microbatch: gathers of the stream, which sp alone needs, and
+    sums of products, scattered with sp."""
 
-    Two all-reduces (two rounds each) forward and two backward; with sp two all-gathers and two
-    reduce-scatters each. Full recomputation repeats all but the last product's; selective recomputation with
-    sp gathers the norm outputs again, which it does not keep.
+    gathers: Floats
+    sums: Floats
+
+    def rounds(self, table: LayoutTable) -> Floats:
+        """Rounds of a ring: an all-reduce is two."""
+        return np.where(table.sp == 1, self.gathers + self.sums, 2 * self.sums)
+
+
+def _meetings(
+    table: LayoutTable, pairs: Floats | float, spared: Floats | float, unkept: Floats | float
+) -> Meetings:
+    """Of a block with so many ``pairs`` of a split by outputs and one by inputs. Recomputation gathers again
+    before each; full recomputation sums again all but ``spared``, selective those that it does not keep."""
+    again = np.where(table.recompute > 0, 1 / table.recompute_every, 0.0)
+    sums = np.where(
+        table.recompute == 2, again * (pairs - spared), np.where(table.recompute == 1, unkept, 0.0)
+    )
+    return Meetings(pairs * (2 + again), 2 * pairs + sums)
+
+
+def tp_meetings(table: LayoutTable) -> Meetings:
+    """Of a dense block: before and behind attention and the feed-forward network; no backward pass needs the
+    last sum.
 
     Source: shared FORMULAE 3.3.
     """
-    return Rounds(np.full_like(table.tp, 4.0, dtype=np.float64), 4.0 + _tp_again(table, 3.0))
+    return _meetings(table, 2.0, 1.0, 0.0)
 
 
-def _tp_again(table: LayoutTable, full: float) -> Floats:
-    """What recomputation repeats, ``full`` of it with sp if everything is computed again."""
-    again = np.where(table.sp == 1, full, 2.0) / table.recompute_every
-    selective = np.where(table.sp == 1, 2.0, 0.0)
-    return np.where(table.recompute == 2, again, np.where(table.recompute == 1, selective, 0.0))
+def expert_tp_meetings(model: ModelSpec, table: LayoutTable) -> Meetings:
+    """Of a block with experts: attention's, and around experts that tp splits or around shared ones, whose
+    sum selective recomputation does not keep."""
+    pairs = 1 + tensor_rounds(model, table)
+    split = table.etp > 1
+    return _meetings(table, pairs, np.where(split, 1.0, 0.0), np.where(split, 0.0, pairs - 1))
+
+
+def tp_rounds(table: LayoutTable) -> Rounds:
+    """Rounds of a ring over tp in a dense block, each of one hidden vector a token."""
+    return Rounds(np.full_like(table.tp, 4.0, dtype=np.float64), tp_meetings(table).rounds(table) - 4.0)
 
 
 def expert_tp_rounds(model: ModelSpec, table: LayoutTable) -> Rounds:
-    """The same for a block with experts: attention's half, and what its experts need for the other."""
-    dense, half = tp_rounds(table), (1 + tensor_rounds(model, table)) / 2
-    return Rounds(dense.forward * half, dense.backward * half)
+    """The same for a block with experts."""
+    forward = 2 * (1 + tensor_rounds(model, table))
+    return Rounds(forward, expert_tp_meetings(model, table).rounds(table) - forward)
 
 
 def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]) -> Iterator[Flow]:
     tokens = table.micro_batch * job.seq / table.cp
     vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
     loss = WIDE_BYTES[job.precision] * tokens
-    m, rounds = table.microbatches, tp_rounds(table)
-    blocks = copies[BLOCK]
+    m, dense = table.microbatches, tp_meetings(table)
+    gathers, sums = copies[BLOCK] * dense.gathers, copies[BLOCK] * dense.sums
     if model.moe is not None:
-        blocks = blocks + copies[EXPERT_BLOCK] * (1 + tensor_rounds(model, table)) / 2
-    inside = blocks * (rounds.forward + rounds.backward)  # rounds; an all-reduce is two
-    ends = np.where(table.pp > 1, 2.0, 4.0)
+        experts = expert_tp_meetings(model, table)
+        gathers = gathers + copies[EXPERT_BLOCK] * experts.gathers
+        sums = sums + copies[EXPERT_BLOCK] * experts.sums
+    ends = np.where(table.pp > 1, 1.0, 2.0)  # the embedding, the head: one forward and one backward in all
     sequence, wide = (table.sp == 1) & (table.tp > 1), table.tp > 1
-    half = (inside + ends) / 2
-    repeated = np.where(
-        table.recompute == 2, 0.5 / table.recompute_every, np.where(table.recompute == 1, 1, 0)
-    )
-    more: Floats = blocks * repeated  # gathers repeated over those halves
     for name, present, count, each in (
-        ("all_reduce", wide & ~sequence, half, vector),
-        ("all_gather", sequence, half + more, vector),
-        ("reduce_scatter", sequence, half - more, vector),
-        ("all_reduce", wide, np.full_like(half, 3.0), loss),  # max, sum and target of the logits
+        ("all_reduce", wide & ~sequence, sums + ends, vector),
+        ("all_gather", sequence, gathers + ends, vector),
+        ("reduce_scatter", sequence, sums + ends, vector),
+        ("all_reduce", wide, np.full_like(sums, 3.0), loss),  # max, sum and target of the logits
     ):
         yield _flow("tp", name, table.tp, present, m * count, m * count * each)
 
@@ -246,6 +278,14 @@ def _expert_flows(
     yield _flow("ep", "all_to_all", table.ep, table.ep > 1, launches, payload)
 
 
+def routing_flows(
+    model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
+) -> Iterator[Flow]:
+    """What routing sends besides tokens; see plan/routing_traffic.py."""
+    for sent in routing_exchanges(model, job, table, copies[EXPERTS], shard_axis(table)):
+        yield _flow(*sent[:3], sent.degree > 1, sent.launches, sent.payload_bytes)
+
+
 # cp
 
 
@@ -269,8 +309,8 @@ def context_rounds(table: LayoutTable, precision: str) -> Rounds:
     """Rounds over cp in a block, each of the keys and values of all ranks once; and passes of Ulysses.
 
     Ring: keys and values go round forward, and backward again with their gradients in a wide type, which go
-    one hop further. All-gather: once forward, again backward, and a reduce-scatter of gradients. Full
-    recomputation repeats the forward ones.
+    one hop further. All-gather: once forward, again backward, and a reduce-scatter of gradients.
+    Recomputation repeats the forward ones.
 
     Source: shared FORMULAE 3.5.
     """
@@ -282,7 +322,7 @@ def context_rounds(table: LayoutTable, precision: str) -> Rounds:
     )
     once = np.where(ring | gather, 1.0, 0.0)
     backward = np.where(ring, 1 + ratio * n / (n - 1), np.where(gather, 2.0, 0.0))
-    again = np.where(table.recompute == 2, 1.0 / table.recompute_every, 0.0)
+    again = np.where(table.recompute > 0, 1.0 / table.recompute_every, 0.0)
     trades = np.where(table.cp_kind == CONTEXT_KINDS.index("ulysses"), 2.0 + again, 0.0)
     return Rounds(once, backward + again * once, trades)
 
@@ -295,7 +335,7 @@ def _context_flows(
     each = table.microbatches * (copies[BLOCK] + copies[EXPERT_BLOCK])
     own = keys_and_values(model, job.precision, table, tokens)
     payload = own * table.cp
-    again = np.where(table.recompute == 2, 1.0 / table.recompute_every, 0.0)
+    again = np.where(table.recompute > 0, 1.0 / table.recompute_every, 0.0)
     ring = np.where(table.cp_kind == CONTEXT_KINDS.index("ring"), each * (table.cp - 1), 0.0)
     back = np.where(ring > 0, ring * (1 + again) + each * table.cp, 0.0)
     gathered = table.cp_kind == CONTEXT_KINDS.index("all_gather")

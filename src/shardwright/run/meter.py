@@ -222,7 +222,8 @@ def _axes_of_groups(model: Stages, mesh: RankMesh) -> dict[str, str]:
         for name in own.mesh_dim_names or ()
         if name in TP_PARTS
     }
-    return parts | {axis.get_group().group_name: axis.mesh_dim_names[0] for axis in mesh.axes()}
+    named = {axis.get_group().group_name: axis.mesh_dim_names[0] for axis in reversed(mesh.axes())}
+    return parts | named  # of names of one group the first
 
 
 def _group_name(args) -> str | None:
@@ -250,6 +251,8 @@ def _collective(op: str, values) -> tuple[str | None, int]:
         return "all_reduce", sum(t.nbytes for t in arguments)
     if "alltoall" in op or "all_to_all" in op:
         return "all_to_all", arguments[-1].nbytes  # what is sent, which need not be as much as what comes
+    if op == "send":
+        return "send", sum(t.nbytes for t in arguments)
     if "broadcast" in op:
         return "broadcast", sum(t.nbytes for t in arguments)
     return None, 0

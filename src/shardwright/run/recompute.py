@@ -194,8 +194,8 @@ class _Recording(TorchDispatchMode):
             return out
         entries = self.tape.entries.setdefault(region.path, [])
         if region.joined:
-            if entries and entries[-1].operation in _MEETINGS:
-                return out
+            if not isinstance(out, Tensor) or (entries and entries[-1].operation in _MEETINGS):
+                return out  # fake tensors are asked for their device
             made = out.detach() if func in _MEETINGS else _Shape(out.shape, out.dtype, out.device)
             entries.append(_Entry(func, made, self.tape.passes))
         elif func in _ATTENTION or (func in _PRODUCTS and not entries):  # of experts, the first of two

@@ -3,7 +3,7 @@
 run/tp.py:sum_shares sends them, one all-reduce for each stage and group.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.names import naming
 from shardwright.plan.optimizer_traffic import Exchange
 from shardwright.plan.params import Tensor
-from shardwright.plan.shards import unit_elements
+from shardwright.plan.shards import UnitElements, weighted_elements
 from shardwright.plan.table import Floats, Ints, LayoutTable
 
 NORM_BYTES = 8
@@ -30,33 +30,38 @@ def shared_gradients(
     heads or columns. Key/value heads fewer than the ranks are added up over the copies of each.
     """
 
-    def bytes_of(wanted: Callable[[Tensor], bool]) -> Floats:
-        units = unit_elements(
-            model, table, lambda tensor: float(wanted(tensor) and is_trained(job, tensor)), job.adapters
-        )
-        held = [
-            copies[kind] * np.where(table.zero_stage > 0, unit.shard, unit.whole)
-            for kind, unit in units.items()
-        ]
-        return WIDE_BYTES[job.precision] * np.asarray(sum(held))
-
+    if (table.tp == 1).all():
+        return
     names = naming(model)
     branches = (f".{names.attention}", f".{names.feed_forward}")
     matrices = (*names.attention_matrices, *names.matrices)
     behind = tuple(f".{name}.bias" for role, name in matrices if role in ("out", "down"))
     keys = tuple(f".{name}." for role, name in names.attention_matrices if role in ("key", "value"))
 
-    def whole(tensor: Tensor) -> bool:
-        return "tp" not in tensor.splits and "ep" not in tensor.splits
+    def whole(tensor: Tensor) -> float:
+        split = "tp" in tensor.splits or "ep" in tensor.splits
+        return float(not split and is_trained(job, tensor))
 
-    def inside(tensor: Tensor) -> bool:
-        return any(branch in tensor.name for branch in branches) and not tensor.name.endswith(behind)
+    def inside(tensor: Tensor) -> float:
+        own = any(branch in tensor.name for branch in branches) and not tensor.name.endswith(behind)
+        return whole(tensor) if own else 0.0
 
-    every = bytes_of(whole)
-    payload = np.where(table.sp == 1, every, bytes_of(lambda tensor: whole(tensor) and inside(tensor)))
+    def key_or_value(tensor: Tensor) -> float:
+        return float(any(key in tensor.name for key in keys) and is_trained(job, tensor))
+
+    def bytes_of(units: Mapping[str, UnitElements]) -> Floats:
+        held = [
+            copies[kind] * np.where(table.zero_stage > 0, unit.shard, unit.whole)
+            for kind, unit in units.items()
+            if unit.whole.any()
+        ]
+        return WIDE_BYTES[job.precision] * np.asarray(sum(held, np.zeros((1,) * table.pp.ndim)))
+
+    found = weighted_elements(model, table, [whole, inside, key_or_value], job.adapters)
+    payload = np.where(table.sp == 1, bytes_of(found[0]), bytes_of(found[1]))
     yield Exchange("tp", "all_reduce", table.tp, payload * 0 + table.chunks, payload)
     if (table.tp > model.kv_heads).any():
-        payload = bytes_of(lambda tensor: any(key in tensor.name for key in keys))
+        payload = bytes_of(found[2])
         degree: Ints = np.maximum(table.tp // model.kv_heads, 1)
         yield Exchange("tp", "all_reduce", degree, payload * 0 + table.chunks, payload)
         heads = np.where(table.tp > model.kv_heads, model.kv_heads, 1)

@@ -269,6 +269,9 @@ EXPERT_ROWS = [
     *(row("deep_experts", pp=2, **schedule, ep=2, **ONE) for schedule in (ONE_BY_ONE, ZBV, DUAL)),
     row("deep_experts", pp=2, **ZBV, ep=2, tp=2, sp=True),
     row("one_expert", ep=4, dp_shard=4),  # all tokens to one of them
+    row("one_expert", ep=2, dp_shard=8),  # experts fewer than the ranks that split them
+    row("one_expert", ep=4, etp=2, tp=2, sp=True, dp_shard=4),
+    row("one_expert", dp_shard=8, zero_stage=2),
     row("one_expert", ep=2, tp=2, sp=True),
     row("deep_experts", pp=2, **ZB, ep=2, **ONE),
     row("deep_experts", pp=2, **ONE_BY_ONE, ep=2, tp=2, sp=True, recompute="full", **ONE),

@@ -25,7 +25,7 @@ SHAPES = {
     "narrow": (6, 7),
     "bias": (8,),
     "norm": (6,),
-    "experts": (4, 6, 5),
+    "experts": (4, 5, 6),
     "wide_experts": (2, 6, 8),
     "embedding": (16, 4),
 }
@@ -35,7 +35,7 @@ ORTHOGONAL = ("up", "wide", "uneven", "few", "down", "narrow", "experts", "wide_
 class Way(NamedTuple):
     """Degrees of the mesh, and the dim of each parameter that its inner axis splits.
 
-    ``rows``: stacked experts that FSDP splits by their rows.
+    ``rows``: stacked experts that FSDP splits one by one, along the dim that tp does not split.
     """
 
     degrees: tuple[int, ...]
@@ -45,6 +45,8 @@ class Way(NamedTuple):
 
 
 TP = {"up": 0, "wide": 0, "bias": 0, "down": 1, "wide_experts": 2, "embedding": 0}
+HIDDEN = 2
+"""Dim along which experts are split one by one."""
 EP = {"experts": 0, "wide_experts": 0}
 WAYS = {
     "fsdp": Way((2,), ("dp",)),
@@ -81,16 +83,16 @@ def sharded_module(way, dtype=torch.float64):
         )
         module.register_parameter(name, nn.Parameter(placed))
     outer = [axis for axis in way.axes if axis in ("replicate", "dp")]
-    by_row = {getattr(module, name) for name in way.rows}
+    dims = {getattr(module, name): HIDDEN for name in way.rows}
     fully_shard(
         module, mesh=mesh[tuple(outer)] if len(outer) > 1 else mesh["dp"],
-        shard_placement_fn=lambda parameter: Shard(1 if parameter in by_row else 0),
+        shard_placement_fn=lambda parameter: Shard(dims.get(parameter, 0)),
     )  # fmt: skip
 
     def part(name, whole):
         if name in way.inner:
             whole = chunk(whole, way.degrees[-1], mesh.get_local_rank(way.axes[-1]), way.inner[name])
-        return chunk(whole, mesh["dp"].size(), mesh.get_local_rank("dp"), 1 if name in way.rows else 0)
+        return chunk(whole, mesh["dp"].size(), mesh.get_local_rank("dp"), HIDDEN if name in way.rows else 0)
 
     return module, mesh, part
 

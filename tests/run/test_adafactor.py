@@ -91,7 +91,7 @@ def test_row_means_rest_where_rows_do_and_column_means_where_columns_do():
     assert first["up"][0] == {"row": (2,), "column": (6,)}
     assert first["down"][0] == {"row": (3,), "column": (4,)}
     assert first["norm"][0] == {"square": (3,)}
-    assert first["experts"][0] == {"row": (2, 6), "column": (2, 5)}
+    assert first["experts"][0] == {"row": (2, 5), "column": (2, 6)}
     assert first["wide_experts"][0] == {"row": (1, 6), "column": (1, 4)}
 
 

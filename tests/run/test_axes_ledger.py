@@ -39,6 +39,8 @@ CASES = [
     ("shared_experts", {"etp": 2} | TP),
     ("experts", {"etp": 2} | SP | SHARD),
     ("experts", {"ep": 2, "etp": 2} | SP | SHARD),
+    ("experts", {"ep": 4, "dp_shard": 16}),  # fewer experts than shards
+    ("experts", {"ep": 4, "dp_shard": 4} | RING | SP),
 ]
 
 
@@ -70,6 +72,17 @@ def test_the_ledger_is_what_the_program_does(name, fields):
     assert [flow for flow in found.traffic if not flow.ok] == []
     assert [term for term in found.terms if not term.ok] == []
     assert found.ok
+
+
+def test_experts_split_one_by_one():
+    """FSDP copies them once more on their way out of the gathered buffer: a moment of its own, no higher."""
+    layout = layout_of({"dp_shard": 16})
+    job = Job(seq=128, global_batch=64, precision="bf16")
+    found = check_plan(plan_of(model_of("experts"), job, cluster_of("cpu", 16), layout))
+    assert [flow for flow in found.traffic if not flow.ok] == []
+    assert [
+        term for term in found.terms if not term.ok and (term.moment == "rest" or term.term == "total")
+    ] == []
 
 
 def test_packed_documents_are_in_the_ledger():

@@ -145,7 +145,7 @@ def test_vectors_sent_equal_the_plan(case):
         microbatches=case.microbatches, recompute="full" if case.recompute else "none",
     )  # fmt: skip
     table = table_of([layout], LAYERS)
-    (planned,) = (flow for flow in traffic(BASE, job, table) if flow.axis == "ep")
+    planned = next(flow for flow in traffic(BASE, job, table) if flow.axis == "ep")
     forward = LAYERS * case.microbatches * (2 if case.recompute else 1)
     copies = BASE.moe.top_k * BATCH * SEQ // case.ranks // case.microbatches
     for sent in run_ranks(exchanges, case.ranks, BASE, case, timeout_s=60):

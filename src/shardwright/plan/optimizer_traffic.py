@@ -14,7 +14,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row, is_factored, is_orthogonalised
 from shardwright.plan.activations import ELEMENT_BYTES
 from shardwright.plan.params import Tensor
-from shardwright.plan.shards import unit_tensors
+from shardwright.plan.shards import each_is_split, hidden_dim, unit_tensors
 from shardwright.plan.table import Floats, Ints, LayoutTable
 
 NUMBER_BYTES = 8
@@ -51,13 +51,13 @@ def optimizer_exchanges(
 
 def tensor_splits(tensor: Tensor, table: LayoutTable) -> list[Split]:
     """What splits a tensor, in the order in which it is undone; FSDP splits rows after tp and ep have, and
-    those of each expert where a rank has fewer experts than there are shards."""
+    each expert where a rank has fewer of them than there are shards."""
     tp = tensor.splits.get("tp")
     if "ep" in tensor.splits:
-        few = (np.ceil(tensor.shape[0] / table.ep) < table.expert_shard) & (len(tensor.shape) == 3)
+        few = each_is_split(tensor, np.ceil(tensor.shape[0] / table.ep), table.expert_shard)
         found = [
             Split("expert_shard", np.where(few, 1, table.expert_shard), 0),
-            Split("expert_shard", np.where(few, table.expert_shard, 1), 1),
+            Split("expert_shard", np.where(few, table.expert_shard, 1), hidden_dim(tensor)),
             Split("ep", table.ep, 0),
         ]
         return found if tp is None else [*found, Split("tp", table.etp, tp)]

@@ -9,6 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.job import Adapters, Job
 from shardwright.model import ModelSpec
@@ -86,6 +87,19 @@ def factored_elements(
     return found
 
 
+def hidden_dim(tensor: Tensor) -> int:
+    """Of stacked experts, the dim that tp does not split."""
+    return 1 if tensor.splits.get("tp") == 2 else 2
+
+
+def each_is_split(tensor: Tensor, experts: Floats | Ints, shard: Ints) -> NDArray[np.bool_]:
+    """Whether a rank of ``shard`` has a part of each of its ``experts``, along the hidden size: where they
+    are fewer than the ranks, which must divide it. Else it has whole ones."""
+    if len(tensor.shape) < 3:
+        return np.zeros((1,) * shard.ndim, dtype=np.bool_)
+    return np.asarray((experts < shard) & (tensor.shape[hidden_dim(tensor)] % shard == 0))
+
+
 def _factors(tensor: Tensor, model: ModelSpec, table: LayoutTable, shard: Ints) -> Floats:
     rows, width = local_shape(tensor, model, table.tp, table.ep, table.etp)
     if len(tensor.shape) == 1:
@@ -94,9 +108,10 @@ def _factors(tensor: Tensor, model: ModelSpec, table: LayoutTable, shard: Ints) 
         return np.asarray(np.ceil(rows / shard) + width)
     split = [np.where(tensor.splits.get("tp") == dim, table.etp, 1) for dim in (1, 2)]
     high, wide = (np.ceil(size / degree) for size, degree in zip(tensor.shape[1:], split, strict=True))
-    few = rows < shard  # fewer experts than ranks: their rows are split
-    split_rows = rows * (np.ceil(high / shard) + wide)
-    return np.asarray(np.where(few, split_rows, np.ceil(rows / shard) * (high + wide)))
+    few = each_is_split(tensor, rows, shard)
+    dim = hidden_dim(tensor)
+    one = high / np.where(dim == 1, shard, 1) + wide / np.where(dim == 2, shard, 1)
+    return np.asarray(np.where(few, rows * one, np.ceil(rows / shard) * (high + wide)))
 
 
 def gathered_units(
@@ -141,8 +156,8 @@ def _elements(
     for tensor, count in _alike(tensors):
         rows, width = local_shape(tensor, model, table.tp, table.ep, table.etp)
         numel, kept = rows * width, np.ceil(rows / shard) * width
-        if "ep" in tensor.splits:  # fewer experts than ranks: their rows are split
-            kept = np.where(rows < shard, np.ceil(numel / shard), kept)
+        if "ep" in tensor.splits:
+            kept = np.where(each_is_split(tensor, rows, shard), numel / shard, kept)
         for n, weight in enumerate(weights):
             each = count * weight(tensor)
             if each:

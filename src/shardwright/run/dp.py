@@ -36,7 +36,8 @@ def apply_dp(model: Transformer, mesh: RankMesh, *, zero_stage: int, precision: 
         reduce_dtype=torch.float32 if precision in ("bf16", "fp8") else None,
         cast_forward_inputs=False,
     )
-    placement = None if mesh.experts is None else expert_placement(model, mesh.experts.data)
+    own = None if mesh.experts is None else mesh.experts.data
+    placement = expert_placement(model, mesh.shard if own is None else own, apart=own is not None)
     for kind, modules in model.units():
         reshard = zero_stage == 3 and kind != HEAD  # the head's backward follows its forward at once
         fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh.fsdp, mp_policy=policy,

@@ -14,21 +14,29 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardwright.run.experts import Experts
+from shardwright.run.linear import local
 from shardwright.run.mesh import ExpertMeshes
 
 
 def expert_placement(
-    model: nn.Module, data: DeviceMesh
-) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
-    """``shard_placement_fn`` of the FSDP unit of a block: its experts over ``data``, the rest as the unit.
+    model: nn.Module, data: DeviceMesh, *, apart: bool = True
+) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None]:
+    """``shard_placement_fn`` of the FSDP unit of a block: its experts over ``data``, None for the rest.
 
-    One unit with two meshes, so that parameters are gathered and gradients reduced in the block's hooks. Take
-    it after ``apply_ep``, which makes the parameters anew.
+    ``apart``: ``data`` is a mesh of their own: one unit with two meshes, so that parameters are gathered and
+    gradients reduced in the block's hooks. Where a rank has fewer experts than there are shards each expert
+    is split, along the hidden size (FSDP splits only dim 0 unevenly). Take it after ``apply_ep``, which makes
+    the parameters anew.
     """
-    experts = {p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
     info = FSDPMeshInfo(data, 0) if data.ndim == 1 else HSDPMeshInfo(data, 1, 0)
-    result = ShardPlacementResult(Shard(0), info)
-    return lambda parameter: result if parameter in experts else None
+    shards = data.size(data.ndim - 1)
+    found: dict[nn.Parameter, Shard | ShardPlacementResult] = {}
+    for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+        for parameter, hidden in ((experts.gate_up_proj, 2), (experts.down_proj, 1)):
+            few = local(parameter).shape[0] < shards and parameter.shape[hidden] % shards == 0
+            place = Shard(hidden if few else 0)
+            found[parameter] = ShardPlacementResult(place, info) if apart else place
+    return lambda parameter: found.get(parameter)
 
 
 def apply_ep(model: nn.Module, meshes: ExpertMeshes) -> None:

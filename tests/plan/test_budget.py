@@ -76,8 +76,8 @@ def test_tokens_trade_with_every_rank_as_it_lies():
     moe = MOE.model_copy(update={"moe": Moe(experts=16, top_k=2, ffn=256)})
     _, rows = budget(moe, Layout(dp_shard=16, ep=16, zero_stage=3), SIXTEEN)
     payload = 4 * 8 * 2 * 1024 * 512 * 2
-    assert rows["node", "ep"]["bytes"] == pytest.approx(payload * 7 / 16)
-    assert rows["network", "ep"]["bytes"] == pytest.approx(payload * 8 / 16)
+    assert rows["node", "ep"]["bytes"] == pytest.approx(payload * 7 / 16, rel=3e-3)  # and their weights
+    assert rows["network", "ep"]["bytes"] == pytest.approx(payload * 8 / 16, rel=3e-3)
 
 
 def test_by_node_a_token_goes_to_each_node_once():
@@ -85,7 +85,7 @@ def test_by_node_a_token_goes_to_each_node_once():
     moe = MOE.model_copy(update={"moe": Moe(experts=16, top_k=2, ffn=256)})
     _, rows = budget(moe, Layout(dp_shard=16, ep=16, dispatch="by_node", zero_stage=3), SIXTEEN)
     tokens = 4 * 8 * 1024 * 512 * 2
-    assert rows["network", "ep"]["bytes"] == pytest.approx(tokens * (1 - 8 * 7 / 16 / 15))
+    assert rows["network", "ep"]["bytes"] == pytest.approx(tokens * (1 - 8 * 7 / 16 / 15), rel=3e-3)
 
 
 def test_trades_of_tokens_are_busy_as_long_as_they_are_exposed():
@@ -93,7 +93,7 @@ def test_trades_of_tokens_are_busy_as_long_as_they_are_exposed():
     for dispatch in ("all_to_all", "by_node"):
         layout = Layout(dp_shard=16, ep=8, dispatch=dispatch, zero_stage=3)
         found, _ = budget(MOE, layout, SIXTEEN)
-        (trade,) = [flow for flow in found["traffic"] if flow["axis"] == "ep"]
+        (trade,) = [flow for flow in found["traffic"] if flow["collective"] == "all_to_all"]
         assert trade["busy_time"] == pytest.approx(trade["exposed_time"])
 
 

@@ -264,8 +264,8 @@ def test_fsdp_on_the_root_alone_is_refused_with_what_it_costs():
 
 
 def test_no_thread_is_left(tmp_path):
-    before = threading.active_count()
-    start(tmp_path, layout_of(1, 2, 2, 1))
+    layout, before = layout_of(1, 2, 2, 1), threading.active_count()
+    start(tmp_path, layout, short_job(layout, steps=3))
     assert threading.active_count() == before
 
 

@@ -158,11 +158,14 @@ def _context_time(
         return np.zeros((1,) * table.cp.ndim)
     rounds, cp = context_rounds(table, job.precision), table.cp
     own = keys_and_values(model, job.precision, table, tokens)
-    again = np.where(table.recompute == 2, 1.0 / table.recompute_every, 0.0)
+    again = np.where(table.recompute > 0, 1.0 / table.recompute_every, 0.0)
+    full = np.where(
+        table.recompute == 2, again, 0.0
+    )  # selective keeps what attention made, not what came round
     under, under_back = times.attention * (cp - 1) / cp, times.attention_backward * (cp - 1) / cp
     ahead = collective_time("send", rounds.forward * own * (cp - 1), rounds.forward * (cp - 1), route)
     back = collective_time("send", rounds.backward * own * (cp - 1), (1 + again) * (cp - 1) + cp, route)
-    ring = beyond(ahead, under, overlap) + beyond(back, under_back + again * under, overlap)
+    ring = beyond(ahead, under, overlap) + beyond(back, under_back + full * under, overlap)
     passes = rounds.forward + rounds.backward
     gathered = passes * collective_time("all_gather", own * cp, 1, route)
     traded = (

@@ -42,11 +42,17 @@ def routing_exchanges(
     for axis, degree in (("cp", table.cp), ("tp", by_tokens)):
         if job.router_aux_weight > 0:
             yield Exchange(axis, "all_reduce", degree, forward, forward * experts * table.micro_batch)
-    every = joined_axis(("dp_replicate", shard))
-    for axis, degree in ((every, table.dp * table.cp), ("tp", by_tokens)):
-        yield Exchange(axis, "all_reduce", degree, 2 + 0 * blocks, blocks * experts + NUMBER_BYTES)
+    split, replicated = table.shard > 1, table.dp_replicate > 1
+    some = np.where(blocks > 0, 1.0, 0.0)
+    for axis, degree in (
+        (shard, np.where(replicated, 1, table.shard)),
+        ("dp_replicate", np.where(split, 1, table.dp_replicate)),
+        (joined_axis(("dp_replicate", shard)), np.where(split & replicated, table.dp * table.cp, 1)),
+        ("tp", by_tokens),
+    ):
+        yield Exchange(axis, "all_reduce", degree, 2 * some, blocks * experts + NUMBER_BYTES * some)
     yield Exchange("pp", "all_reduce", table.pp, 2 + 0 * blocks, 3 * NUMBER_BYTES + 0 * blocks)
     pool = table.shard * by_tokens
     for axis, degree in (("ep", table.ep), ("expert_shard", table.expert_shard)):
         apart = np.where(degree < pool, degree, 1)  # else the shard axis or tp sums it with its own
-        yield Exchange(axis, "all_reduce", apart, 1 + 0 * blocks, NUMBER_BYTES + 0 * blocks)
+        yield Exchange(axis, "all_reduce", apart, some, NUMBER_BYTES * some)

@@ -177,7 +177,8 @@ def outside_time(
         *optimizer_flows(model, job, table, held),
     ]
     for flow in once:
-        exposed[flow.axis] = exposed.get(flow.axis, 0.0) + flow_time(flow, routes[flow.axis])
+        axis = shard if flow.axis == "expert_shard" else flow.axis
+        exposed[axis] = exposed.get(axis, 0.0) + flow_time(flow, routes[flow.axis])
     resting = updated_elements(table, blocks, with_experts, elements)
     offloaded = table.offload & 1
     update = resting * optimizer_time_per_parameter(job, cluster.device)

@@ -355,3 +355,12 @@ def test_every_row_shown_has_its_own_memory():
     assert len({layout.pp > 1 for layout in layouts}) == 2
     device = device_memory(model, job, cluster.device, table_of(layouts, model.layers))
     assert [row["memory"]["device"] for row in rows] == pytest.approx(device.tolist(), rel=1e-9)
+
+
+def test_what_the_host_has_no_room_for_is_said_so():
+    """Nothing is offloaded from a CPU, whose memory is the host's."""
+    job, cluster = Job(seq=64, global_batch=4, precision="fp32"), cluster_of("cpu", 2)
+    found = find(SPEC, job, cluster, {"pp": 1}).document
+    assert all(row["layout"]["offload"] == "none" for row in found["best"])
+    assert "offloads more than its share of the host holds" in found["rejected_notes"]["out_of_memory"]
+    assert "-" not in found["rejected_notes"]["out_of_memory"]

@@ -378,6 +378,8 @@ def describe_miss(layout: Layout, ledger: Ledger, row: int, limit: float) -> str
     """A layout that does not fit: what it needs, how much too much, and its largest term."""
     largest, size = largest_term(ledger, row)
     needs = float(ledger.device[row])
+    if needs <= limit:
+        return f"[{layout.label}] fits the device, and offloads more than its share of the host holds"
     return (
         f"[{layout.label}] needs {format_bytes(needs)}, {format_bytes(needs - limit)} too much, "
         f"{format_bytes(size)} of it {largest}"

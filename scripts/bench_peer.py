@@ -36,7 +36,7 @@ WARM_UP, TURN, TURNS = 2, 2, 7
 """Steps before timing, timed steps of a turn, and turns of each side."""
 
 KEEP_FREED_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483647"
-"""What run/host_memory.py sets, as glibc reads it from the environment."""
+"""What peer/host_memory.py sets, as glibc reads it from the environment."""
 
 ERROR_LINES = 15
 
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--same-allocator",
         action="store_true",
-        help="have theirs keep freed memory, as run/host_memory.py does",
+        help="have theirs keep freed memory, as ours does (peer/host_memory.py)",
     )
     parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args()

@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from host_memory import keep_freed_memory
 from serve import (
     LEARNING_RATE,
     SEQ,
@@ -20,7 +21,6 @@ from serve import (
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.run.host_memory import keep_freed_memory
 from shardwright.run.init import initialise
 from shardwright.run.mesh import build_mesh, init_process_group
 from shardwright.run.model import Microbatch
@@ -47,7 +47,7 @@ def layout_of(asked: dict) -> Layout:
 def main() -> None:
     """Build the model as training does, then step on request."""
     answers, layout = own_output(), layout_of(question())
-    keep_freed_memory()  # as run/launch.py does
+    keep_freed_memory()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_process_group(torch.device("cpu"), "env://", rank, world, timeout_s=300)
     sizes = {"kv_heads": SHAPE["heads"], "head_size": SHAPE["hidden"] // SHAPE["heads"]}

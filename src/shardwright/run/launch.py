@@ -26,7 +26,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.cluster import usable_cores
 from shardwright.errors import LayoutError, RunFailedError, ShardwrightError
-from shardwright.run.host_memory import keep_freed_memory
 from shardwright.run.mesh import init_process_group
 from shardwright.run.options import COLLECTIVE_TIMEOUT_S
 
@@ -242,7 +241,6 @@ def _record_flight(
 def _rank_device(device_type: str, local_rank: int) -> torch.device:
     """The device of a rank, made ready."""
     if device_type != "cuda":
-        keep_freed_memory()
         return torch.device(device_type)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

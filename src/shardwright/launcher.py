@@ -86,15 +86,14 @@ def train_plan(
     run = torchrun_rank if torchrun else run_ranks
     if not torchrun and kept is None:
         prepare_run_folder(folder)
+    dumps = None if torchrun and run_directory is None else folder  # else its name has the rank's own time
     found = run(
         _train_rank,
         plan.layout.ranks,
         *(plan, dataset, folder, device_type, BACKEND if compile_blocks else None, options),
         device_type=device_type,
         timeout_s=options.timeout,
-        dump_folder=None
-        if torchrun and run_directory is None
-        else folder,  # its name has the rank's own time
+        dump_folder=dumps,
     )
     result: dict[str, Any] | None = found if torchrun else found[0]
     return result

@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.errors import LayoutError
 from shardwright.job import Job
-from shardwright.layout import DISPATCH_KINDS, HOST_OPTIMIZERS, SCHEDULE_NAMES, Dispatch, Layout, ScheduleName
+from shardwright.layout import DISPATCH_KINDS, HOST_OPTIMIZERS, SCHEDULE_NAMES, Dispatch, Layout
 from shardwright.model import ModelSpec, unbuilt_reasons
 from shardwright.plan.rules import broken_rules
+from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.table import LayoutTable, table_of
 
 Mask = NDArray[np.bool_]
 
-MODELLED_SCHEDULES: tuple[ScheduleName, ...] = ("ZB-H1", "ZB-H2", "DualPipe")
+MODELLED_SCHEDULES = tuple(name for name, row in SCHEDULES.items() if not row.runnable)
 """Schedules of papers that torch.distributed.pipelining has not."""
 
 MODELLED_DISPATCH: tuple[Dispatch, ...] = ("by_node",)

@@ -66,9 +66,8 @@ class Adafactor(torch.optim.Optimizer):
             else:
                 state["square"] = torch.zeros_like(parameter)
         state["step"] += 1
-        fresh = (
-            state["step"].double().pow(-group["decay"]).to(parameter.dtype)
-        )  # a tensor: nothing waits for the device
+        # a tensor: nothing waits for the device; in fp64, for the step is kept in fp32
+        fresh = state["step"].double().pow(-group["decay"]).to(parameter.dtype)
         if is_factored(parameter):
             local(state["row"]).lerp_(sums[0] / parameter.shape[-1], fresh)
             local(state["column"]).lerp_(sums[1] / parameter.shape[-2], fresh)

@@ -50,10 +50,12 @@ def dry_run(
 
     ``most_microbatches``: 3 or more.
 
+    Of a pipeline every microbatch is executed.
+
     Raises: RuntimeError: a process group exists already in this process.
     """
     start = time.perf_counter()
-    count = min(layout.microbatches, most_microbatches)
+    count = layout.microbatches if layout.pp > 1 else min(layout.microbatches, most_microbatches)
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     try:
         mesh = build_mesh(layout, "cpu")
@@ -62,8 +64,10 @@ def dry_run(
         with FakeTensorMode(allow_non_fake_inputs=True):
             network.to_empty(device="cpu")
             stepper = Stepper(network, job, layout, mesh, read=lambda scalar: 1.0)
+            if stepper.pipeline is not None:
+                stepper.pipeline.trust_shapes()
             # makes the optimizer's state, and DTensor's rules for what follows, which fake whole tensors once
-            stepper.step(0, _microbatches(job, layout, min(count, 2)))
+            stepper.step(0, _microbatches(job, layout, count if layout.pp > 1 else min(count, 2)))
             meter = MemoryMeter(network, stepper.optimizer, mesh)
             sent_after: list[dict[Collective, Sent]] = []
             stepper.after_microbatch = lambda index: sent_after.append(meter.traffic)

@@ -7,7 +7,7 @@ once, at its end. Shapes at the borders are given, so that no stage runs on made
 B batch of a microbatch, S this rank's part of the sequence, E hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.stage import InferenceMode
 
 from shardwright.job import Job
 from shardwright.layout import Layout
@@ -95,6 +96,15 @@ class Pipeline:
             loss_fn=lambda loss, _: loss,  # the last stage ends with the loss
             scale_grads=False,
         )
+
+    def trust_shapes(self) -> None:
+        """Do not ask other ranks whether they know their shapes: a dry run has none."""
+
+        def trust(stages: Iterable[Stage], *_: bool) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        self.schedule._warmup_p2p = trust
 
     def backward(self, microbatches: Sequence[Microbatch], global_tokens: float) -> Tensor:
         """Leave the step's gradients on the parameters; this rank's sum of the loss, 0 without the last

@@ -21,10 +21,10 @@ from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import Mla, ModelSpec, Moe, preset
 from shardwright.plan import holdings, memory, moments, traffic
 from shardwright.plan.activations import activations_of
+from shardwright.plan.held_units import busiest_units
 from shardwright.plan.params import EMBEDDING, HEAD
 from shardwright.plan.shards import UnitElements, weighted_elements
 from shardwright.plan.table import table_of
-from shardwright.plan.traffic import unit_copies
 from shardwright.run import dp, model, step
 from shardwright.units import GiB, KiB
 
@@ -262,7 +262,7 @@ def sent_without(kind):
 
 def head_twice(model, table):
     """Copies of units, those of the head counted twice."""
-    copies = unit_copies(model, table)
+    copies = busiest_units(model, table)
     return copies | {HEAD: 2 * copies[HEAD]}
 
 
@@ -292,7 +292,7 @@ BROKEN_LEDGERS = {
     "tensor saved twice": (Plan(m=1), holdings, "activations_of", saved_twice("input"), {"peak"}),
     "embedding has no state": (Plan(m=1), memory, "weighted_elements", none_of(EMBEDDING), STATE | {"peak"}),
     "embedding is not sent": (Plan(m=1), traffic, "unit_elements", sent_without(EMBEDDING), {GATHER, REDUCE}),
-    "head gathered twice": (Plan(m=1), traffic, "unit_copies", head_twice, {GATHER}),
+    "head gathered twice": (Plan(m=1), traffic, "busiest_units", head_twice, {GATHER}),
     "replicas not summed": (
         Plan(replicate=2, shard=2, m=1), traffic, "WIDE_BYTES", dict.fromkeys(NARROW, 0),
         {REDUCE, "dp_replicate all_reduce"},

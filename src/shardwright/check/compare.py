@@ -1,17 +1,22 @@
 """Ledger beside execution, term by term: is what the plan predicts what the program holds and sends?"""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
+
+import numpy as np
 
 from shardwright.axes import joined_axis
 from shardwright.check.dryrun import Execution, dry_run
 from shardwright.errors import LayoutError
+from shardwright.layout import Layout
 from shardwright.plan.explain import plan_of
-from shardwright.plan.memory import Ledger, memory_ledger
+from shardwright.plan.memory import Ledger, stage_ledger
 from shardwright.plan.moments import timeline
 from shardwright.plan.runnable import check_trainable
+from shardwright.plan.stages import Stage, every_stage
 from shardwright.plan.table import LayoutTable, table_of
 from shardwright.plan.traffic import merged, traffic
 from shardwright.planfile import Plan
@@ -25,7 +30,7 @@ EXPERT_TOLERANCE = 0.04
 
 @dataclass(frozen=True)
 class Term:
-    """A kind of memory: at rest (the state at the end of backward) or at the peak [B]."""
+    """A kind of memory of a pipeline rank: at rest (the state at the end of backward) or at the peak [B]."""
 
     stage: int
     term: str
@@ -38,8 +43,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Flow:
-    """A collective on an axis in one step."""
+    """A collective on an axis in one step of a pipeline rank."""
 
+    stage: int
     axis: str
     collective: str
     predicted_payload_bytes: int
@@ -50,17 +56,30 @@ class Flow:
 
 
 @dataclass(frozen=True)
+class StageRun:
+    """What was executed of one pipeline rank. ``stands_for``: ranks that hold the same, it included."""
+
+    stage: int
+    rank: int  # of all ranks
+    stands_for: tuple[int, ...]
+    peak_moment: str
+    microbatches_executed: int
+    time: float  # of the dry run [s]
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """The verdict with all its rows."""
+    """The verdict with all its rows; ``peak_moment``: of the pipeline rank that holds most."""
 
     ok: bool
+    stages: tuple[StageRun, ...]
     terms: tuple[Term, ...]
     traffic: tuple[Flow, ...]
     peak_moment: str
     tolerance: Mapping[str, float]
     microbatches: int
     microbatches_executed: int  # the others repeat the second
-    time: float  # of the dry run [s]
+    time: float  # of all dry runs [s]
     host_memory: int | None  # peak of this process [B]
 
     def document(self) -> dict[str, Any]:
@@ -68,25 +87,66 @@ class Comparison:
         return asdict(self)
 
 
-def check_plan(plan: Plan, memory_tolerance: float | None = None) -> Comparison:
-    """Dry-run one rank of ``plan`` and compare, experts under balanced routing.
+def check_plan(
+    plan: Plan, memory_tolerance: float | None = None, stages: Sequence[int] | None = None
+) -> Comparison:
+    """Dry-run one rank of each distinct stage of ``plan`` and compare, experts under balanced routing.
 
-    Raises: LayoutError: the runtime does not execute the plan, or it is a pipeline, which is not compared.
+    Args: ``stages``: pipeline ranks to execute instead.
+
+    Raises: LayoutError: the runtime does not execute the plan, or it has no such stage.
     """
     check_trainable(plan.model, plan.job, plan.cluster, plan.layout)
-    if plan.layout.pp > 1:
-        raise LayoutError(f"layout has pp={plan.layout.pp}: pipelines are not compared yet, train runs them")
     job = plan.job.model_copy(update={"expert_imbalance": 1.0})
     balanced = plan_of(plan.model, job, plan.cluster, plan.layout)
     tolerance = MEMORY_TOLERANCE if plan.model.moe is None else EXPERT_TOLERANCE
-    found = dry_run(plan.model, job, plan.layout)
-    return compare(balanced, found, tolerance if memory_tolerance is None else memory_tolerance)
+    alike = _alike(balanced)
+    if stages is None:
+        stages = [_fullest(balanced, ranks) for ranks in alike]
+    elif unknown := [stage for stage in stages if not 0 <= stage < plan.layout.pp]:
+        raise LayoutError(
+            f"stage {unknown[0]}: the plan has pp={plan.layout.pp}, choose from 0 to {plan.layout.pp - 1}"
+        )
+    found = []
+    for stage in stages:
+        execution = dry_run(plan.model, job, plan.layout, global_rank(plan.layout, stage))
+        stands_for = next(ranks for ranks in alike if stage in ranks)
+        allowed = tolerance if memory_tolerance is None else memory_tolerance
+        found.append(compare(balanced, execution, allowed, stage, stands_for))
+    return joined(found)
 
 
-def compare(plan: Plan, execution: Execution, memory_tolerance: float = MEMORY_TOLERANCE) -> Comparison:
-    """Compare the ledger of ``plan`` with an executed step."""
+def joined(found: Sequence[Comparison]) -> Comparison:
+    """Comparisons of several stages as one."""
+    heaviest = max(found, key=lambda each: max(term.predicted for term in each.terms))
+    return replace(
+        heaviest,
+        ok=all(each.ok for each in found),
+        stages=tuple(stage for each in found for stage in each.stages),
+        terms=tuple(term for each in found for term in each.terms),
+        traffic=tuple(flow for each in found for flow in each.traffic),
+        time=sum(each.time for each in found),
+        host_memory=peak_host_memory(),
+    )
+
+
+def global_rank(layout: Layout, stage: int) -> int:
+    """The first rank of a pipeline rank."""
+    inside = layout.order[layout.order.index("pp") + 1 :]
+    return stage * prod(int(getattr(layout, axis)) for axis in inside)
+
+
+def compare(
+    plan: Plan,
+    execution: Execution,
+    memory_tolerance: float = MEMORY_TOLERANCE,
+    stage: int = 0,
+    stands_for: tuple[int, ...] = (0,),
+) -> Comparison:
+    """Compare the ledger of one pipeline rank of ``plan`` with its executed step."""
     table = table_of([plan.layout], plan.model.layers)
-    ledger = memory_ledger(plan.model, plan.job, plan.cluster.device, table)
+    held = every_stage(table, plan.model)[stage]
+    ledger = stage_ledger(plan.model, plan.job, plan.cluster.device, table, held)
     moment, peak = _peak_terms(plan, ledger, table, execution, memory_tolerance)
     rest = {
         "parameters": float(ledger.parameters[0]),
@@ -94,12 +154,14 @@ def compare(plan: Plan, execution: Execution, memory_tolerance: float = MEMORY_T
         "optimizer": float(ledger.optimizer[0]),
     }
     allowed = memory_tolerance * execution.peak
-    terms = [_term(name, "rest", rest[name], execution.at_rest[name], 0.0) for name in rest]
-    terms += [_term(name, "peak", peak[name], execution.at_peak[name], allowed) for name in peak]
-    terms.append(_term("total", "peak", float(ledger.allocated[0]), execution.peak, allowed))
-    flows = _flows(plan, table, execution)
+    terms = [_term(stage, name, "rest", rest[name], execution.at_rest[name], 0.0) for name in rest]
+    terms += [_term(stage, name, "peak", peak[name], execution.at_peak[name], allowed) for name in peak]
+    terms.append(_term(stage, "total", "peak", float(ledger.allocated[0]), execution.peak, allowed))
+    flows = _flows(plan, table, held, execution)
+    rank = global_rank(plan.layout, stage)
     return Comparison(
         ok=all(term.ok for term in terms) and all(flow.ok for flow in flows),
+        stages=(StageRun(stage, rank, stands_for, moment, execution.microbatches, execution.time),),
         terms=tuple(terms),
         traffic=tuple(flows),
         peak_moment=moment,
@@ -109,6 +171,22 @@ def compare(plan: Plan, execution: Execution, memory_tolerance: float = MEMORY_T
         time=execution.time,
         host_memory=peak_host_memory(),
     )
+
+
+def _alike(plan: Plan) -> list[tuple[int, ...]]:
+    """Pipeline ranks by what they hold of the model."""
+    found: dict[tuple[float, ...], list[int]] = {}
+    for rank, stage in enumerate(every_stage(table_of([plan.layout], plan.model.layers), plan.model)):
+        held = (stage.blocks, stage.expert_blocks, stage.embedding, stage.head)
+        found.setdefault(tuple(float(np.ravel(part)[0]) for part in held), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def _fullest(plan: Plan, ranks: Sequence[int]) -> int:
+    """Of pipeline ranks that hold the same, the one with most microbatches in flight."""
+    every = every_stage(table_of([plan.layout], plan.model.layers), plan.model)
+    in_flight = {rank: float(np.ravel(every[rank].in_flight)[0]) for rank in ranks}
+    return max(ranks, key=lambda rank: in_flight[rank])
 
 
 def peak_host_memory() -> int | None:
@@ -121,9 +199,11 @@ def peak_host_memory() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
-def _term(name: str, moment: str, predicted: float, executed: float, allowed: float) -> Term:
+def _term(stage: int, name: str, moment: str, predicted: float, executed: float, allowed: float) -> Term:
     difference = round(predicted) - round(executed)
-    return Term(0, name, moment, round(predicted), round(executed), difference, abs(difference) <= allowed)
+    return Term(
+        stage, name, moment, round(predicted), round(executed), difference, abs(difference) <= allowed
+    )
 
 
 def _peak_terms(
@@ -161,9 +241,9 @@ def _group_of(plan: Plan, axis: str) -> str:
     return joined_axis(tuple(name for name in axis.split("+") if getattr(layout, name) > 1))
 
 
-def _flows(plan: Plan, table: LayoutTable, execution: Execution) -> list[Flow]:
+def _flows(plan: Plan, table: LayoutTable, stage: Stage, execution: Execution) -> list[Flow]:
     predicted: dict[tuple[str, str], tuple[int, int]] = {}
-    for flow in merged(traffic(plan.model, plan.job, table)):
+    for flow in merged(traffic(plan.model, plan.job, table, stage)):
         if flow.launches[0]:
             key = (_group_of(plan, flow.axis), flow.collective)
             launches, payload = predicted.get(key, (0, 0))
@@ -178,5 +258,6 @@ def _flows(plan: Plan, table: LayoutTable, execution: Execution) -> list[Flow]:
         launches, payload = predicted.get((axis, collective), (0, 0))
         real_launches, real_payload = executed.get((axis, collective), (0, 0))
         ok = (launches, payload) == (real_launches, real_payload)
-        rows.append(Flow(axis, collective, payload, real_payload, launches, real_launches, ok))
+        number = int(np.ravel(stage.rank)[0])
+        rows.append(Flow(number, axis, collective, payload, real_payload, launches, real_launches, ok))
     return rows

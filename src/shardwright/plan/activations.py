@@ -54,11 +54,13 @@ def _that_matters(split: Split, kind: Kind) -> Split:
 
 class BlockWays(NamedTuple):
     """A block split and recomputed in several ways: each, and of each as columns its moments, three amounts
-    each, the last repeated where others have more, and what it keeps for each token."""
+    each, the last repeated where others have more, what it keeps for each token, and both numbers of the
+    gradients of its inputs alone."""
 
     kinds: tuple[BlockActivations, ...]
     moments: NDArray[np.float64]
     saved: NDArray[np.float64]
+    apart: NDArray[np.float64]
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +71,8 @@ def activations_of(model: ModelSpec, job: Job, splits: tuple[Split, ...], kind: 
     count = max(len(each.moments) for each in kinds)
     padded = [each.moments + each.moments[-1:] * (count - len(each.moments)) for each in kinds]
     moments = np.array([[moment[1:] for moment in each] for each in padded])
-    return BlockWays(kinds, moments, np.array([each.saved_bytes for each in kinds]))
+    saved, apart = [each.saved_bytes for each in kinds], [each.apart for each in kinds]
+    return BlockWays(kinds, moments, np.array(saved), np.array(apart))
 
 
 def rotary_table_bytes(model: ModelSpec, seq: int, precision: str) -> float:

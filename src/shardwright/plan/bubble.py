@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardwright.plan.schedule import SCHEDULES, round_size
-from shardwright.plan.table import Floats
+from shardwright.plan.table import Floats, Ints
 
 Bools = NDArray[np.bool_]
 
@@ -306,3 +306,53 @@ def in_flight_chunks(
         late = np.minimum(m * v - held, twice * r)  # input gradients whose weight gradient is to come
         held = held + kept_for_weight * late
     return np.asarray(held, dtype=np.float64)
+
+
+class FlightPoints(NamedTuple):
+    """Microbatches in flight on a rank, of all its chunks, where its memory may be highest; the one at work
+    counts. ``first``: its first backward pass begins, no gradients yet. ``second``: the next one of that
+    chunk, whose gradients are there. ``steady``: the gradients of all its chunks are. ``heads``: of
+    ``first``, those that are past the last stage's forward pass. ``apart``: of ``first``, those of which only
+    the gradients of weights are to come, or that are at work to that end; 0 where they are made together.
+    """
+
+    first: Floats
+    second: Floats
+    steady: Floats
+    heads: Floats
+    apart: Floats
+
+
+def flight_points(
+    schedule: str,
+    ranks: ArrayLike,
+    chunks: ArrayLike,
+    microbatches: ArrayLike,
+    rank: ArrayLike,
+    stages: ArrayLike,
+) -> Floats:
+    """``FlightPoints`` along a first axis; ``stages``: of the rank.
+
+    ``in_flight_chunks`` until forward passes run out; then each backward pass takes one away.
+    """
+    p, v, m = (np.asarray(column, dtype=np.float64) for column in (ranks, stages, microbatches))
+    first = in_flight_chunks(schedule, ranks, chunks, microbatches, rank) / v
+    breadth_first = schedule in ("GPipe", "LoopedBFS")
+    turn = m if breadth_first else round_size(p, m) if schedule.startswith("Interleaved") else 1.0
+    second = np.maximum(np.minimum(first, m - 1 / v), 1 / v)
+    steady = np.maximum(np.minimum(first, m - ((v - 1) * turn + 1) / v), 1 / v)
+    heads = m if breadth_first else np.ones_like(m)
+    apart = _passes_apart(schedule, first * v, np.asarray(rank)) / v
+    return np.stack(np.broadcast_arrays(first, second, steady, heads, apart))
+
+
+def _passes_apart(schedule: str, held: Floats, rank: Ints) -> Floats:
+    """Chunks that have the gradients of their inputs, one at work included, when a rank holds most.
+
+    Source: the orders of plan/schedule.py, counted by tests. In DualPipeV and DualPipe that is in a full
+    backward pass.
+    """
+    if schedule not in ("InterleavedZeroBubble", "ZB-H1", "ZB-H2", "ZBVZeroBubble"):
+        return 0.0 * held
+    late = 0.0 if schedule == "ZBVZeroBubble" else (2 if schedule == "ZB-H2" else 1) * rank
+    return np.minimum(late + 1.0, held)

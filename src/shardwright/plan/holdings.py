@@ -74,6 +74,15 @@ class Amounts(NamedTuple):
         return _of_columns((part_along(column, axis, index) for column in self[:-1]), self.last_share)
 
 
+class Means(NamedTuple):
+    """What a block of a rank keeps, the mean; of gradients of inputs alone what ``waits`` for those of the
+    weights, and the ``most`` that any block has [B for each token]."""
+
+    saved: Floats
+    waits: Floats
+    most: Floats
+
+
 @dataclass(frozen=True)
 class RankStep:
     """Columns and sizes of one pipeline rank from which every moment is computed.
@@ -93,6 +102,12 @@ class RankStep:
     saved: Floats  # of one block, the mean
     resident: NDArray[np.bool_]  # saved tensors stay on the device
     others: Floats  # of all other microbatches in flight
+    other_logits: Floats  # of the same
+    past: Floats  # of a pipeline: share of the blocks that have gradients of earlier microbatches
+    stages: Floats
+    apart: Floats  # microbatches of which only the gradients of weights are to come
+    apart_bytes: Floats  # of a block that makes the gradients of its inputs alone, for each token
+    waits: Floats  # gradients of outputs that a block leaves then, for each token
     ids: Floats  # token ids and targets of a step
     tables: float  # rotary, one pair for all layers
     residual: Floats  # bytes of one vector of the residual stream
@@ -138,6 +153,7 @@ class BlockKinds(NamedTuple):
         Floats  # of every kind: its moments, three amounts each; the last repeated where others have more
     )
     saved: Floats  # of every kind: kept for each token
+    apart: Floats  # of every kind: the two of ``Apart``
     row: NDArray[np.intp]
     plain: NDArray[np.intp]
     share: Floats  # of blocks that recompute
@@ -159,9 +175,9 @@ def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "de
         Split(tp, bool(sp), cp, CONTEXT_KINDS[cp_kind], *of_experts)
         for tp, sp, cp, cp_kind, *of_experts in cases
     )
-    kinds, moments, saved = activations_of(model, job, tuple(splits), kind)
+    kinds, moments, saved, apart = activations_of(model, job, tuple(splits), kind)
     plain = row * len(RECOMPUTE_KINDS)
-    return BlockKinds(kinds, moments, saved, plain + table.recompute, plain, 1 / table.recompute_every)
+    return BlockKinds(kinds, moments, saved, apart, plain + table.recompute, plain, 1 / table.recompute_every)
 
 
 def _amounts(gathered: UnitElements, trained: UnitElements, job: Job) -> Amounts:
@@ -247,23 +263,30 @@ def rank_step(
     job: Job,
     table: LayoutTable,
     units: Mapping[str, Amounts],
-    saved_bytes: Floats,
+    means: Means,
     stage: Stage,
 ) -> RankStep:
-    """``units``: bytes of one unit of each kind; ``saved_bytes``: kept by a block of the rank for each token,
-    the mean."""
+    """``units``: bytes of one unit of each kind."""
     element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
     tokens = table.micro_batch * job.seq / table.cp
-    saved = saved_bytes * tokens
+    saved = means.saved * tokens
     by_sequence = np.where(table.sp == 1, table.tp, 1)
     residual = element * model.hidden / by_sequence
     resident = table.offload < OFFLOAD_KINDS.index("activations")
-    in_flight = stage.blocks * np.where(resident, saved, 0.0) if not resident.all() else stage.blocks * saved
-    in_flight = in_flight + np.where(stage.head == 0, residual * tokens, 0.0)
     tied, embedding = model.tied_embeddings, units[EMBEDDING]
     if tied and (table.pp > 1).any():  # two matrices
         tied, embedding = False, _joined(units[TIED], embedding)
     block, mean = _block_amounts(units, model, stage)
+    vocab = stage.head * np.ceil(model.vocab / table.tp) * element
+    rstd, normed = wide / by_sequence, element * model.hidden
+    flight = _fullest_flight(
+        stage,
+        per_microbatch=stage.blocks * (saved if resident.all() else np.where(resident, saved, 0.0)),
+        output=residual * tokens,
+        head=(residual + normed + rstd) * tokens,
+        logits=np.where(table.loss_chunks == 1, vocab * tokens, 0.0),
+        gradients=stage.blocks * mean.whole,
+    )
     return RankStep(
         table=table,
         layers=stage.blocks,
@@ -276,18 +299,66 @@ def rank_step(
         tokens=tokens,
         saved=saved,
         resident=resident,
-        others=(stage.in_flight - 1) * in_flight,
+        others=flight.others,
+        other_logits=flight.logits,
+        past=flight.past,
+        stages=stage.stages,
+        apart=np.where((stage.stages == 1) & (stage.embedding > 0), 0.0, stage.flight.apart),
+        apart_bytes=means.most,
+        waits=means.waits,
         ids=token_bytes(job) * tokens * table.microbatches,
         tables=rotary_table_bytes(model, job.seq, job.precision),
         residual=residual,
-        normed=element * model.hidden,
-        rstd=wide / by_sequence,
+        normed=normed,
+        rstd=rstd,
         wide=wide,
-        vocab=stage.head * np.ceil(model.vocab / table.tp) * element,
+        vocab=vocab,
         loss_tokens=np.ceil(tokens / table.loss_chunks),
         merges=job.precision not in ("bf16", "fp8"),
         tied_gradient=element * np.ceil(model.vocab / table.tp) * model.hidden if tied else 0.0,
     )
+
+
+class _Flight(NamedTuple):
+    """What the microbatches in flight besides the one at work keep, and the gradients there are by then."""
+
+    others: Floats
+    logits: Floats
+    past: Floats
+
+
+def _fullest_flight(
+    stage: Stage, *, per_microbatch: Floats, output: Floats, head: Floats, logits: Floats, gradients: Floats
+) -> _Flight:
+    """Of the ``FlightPoints`` of a rank, the one with most in its memory.
+
+    Bytes: ``per_microbatch`` of its blocks, the ``output`` of a stage, which waits for its gradient, what the
+    ``head`` keeps, its ``logits``, and the whole ``gradients`` of its blocks.
+    """
+    outputs = (stage.stages - stage.head) * output
+    first, second, steady, heads, _ = stage.flight
+    if (stage.stages == 1).all() and (steady == first).all():
+        return _Flight((first - 1) * per_microbatch + first * outputs, np.zeros(1), np.ones(1))
+    several = stage.stages > 1
+    points = (
+        (first, 0.0 * first, heads - 1),
+        (second, 1 / stage.stages, heads - 2),
+        (steady, np.ones_like(first), np.where(several, 0.0, heads - 2)),
+    )
+    best: _Flight | None = None
+    most: Floats = np.zeros(1)
+    for in_flight, past, others in points:
+        past_head = stage.head * np.maximum(others, 0.0)
+        kept = (in_flight - 1) * per_microbatch + in_flight * outputs + past_head * head
+        found = _Flight(kept, past_head * logits, past)
+        total = kept + found.logits + past * gradients
+        if best is None:
+            best = found
+        else:
+            best = _Flight(*(np.where(total > most, new, old) for new, old in zip(found, best, strict=True)))
+        most = np.maximum(most, total)
+    assert best is not None
+    return best
 
 
 class Role(NamedTuple):
@@ -308,13 +379,18 @@ class Open(NamedTuple):
     head: bool
 
 
+PIPELINE = "most in flight"
+"""The moment of a pipeline when the microbatches in flight and the gradients there are hold most."""
+
+
 def roles_of(table: LayoutTable) -> tuple[Role, ...]:
     """The microbatches of a step that differ in what is held."""
     m, alone = table.microbatches, table.pp == 1
     return (
         Role("first microbatch", (m >= 2) & alone, m >= 2, False, m < 0),
-        Role("middle microbatch", (m >= 3) | ~alone, m < 0, False, m >= 0),
+        Role("middle microbatch", (m >= 3) & alone, m < 0, False, m >= 0),
         Role("last microbatch", alone, m == 1, True, m >= 2),
+        Role(PIPELINE, ~alone, m < 0, False, m >= 0),
     )
 
 
@@ -366,7 +442,11 @@ def waiting_gradients(step: RankStep, role: Role, still: Open) -> Floats:
     if role.last:
         waiting = np.where(role.older, not_done, 0.0)
     else:
-        waiting = np.where(role.older, every, every - not_done)
+        earlier = every
+        if role.name == PIPELINE:
+            blocks = step.past * step.layers * step.mean.whole
+            earlier = np.where(step.past == 1, step.embedding.whole, 0.0) + blocks + step.head.whole
+        waiting = np.where(role.older, earlier, every - not_done)
     return np.where(step.table.zero_stage <= 1, waiting, 0.0)
 
 

@@ -12,13 +12,11 @@ from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row, gathered_bytes, is_trained, optimizer_elements
 from shardwright.plan.communicators import communicator_bytes
+from shardwright.plan.held_units import held_units
 from shardwright.plan.holdings import Amounts, Held, amounts_of, trained_weight, unit_amounts
 from shardwright.plan.moments import PeakTerm, model_blocks, peak_terms, timeline
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, Tensor
+from shardwright.plan.params import Tensor
 from shardwright.plan.shards import (
-    EXPERT_BLOCK,
-    EXPERTS,
-    TIED,
     UnitElements,
     Weight,
     factored_elements,
@@ -73,7 +71,7 @@ def ledgers(model: ModelSpec, job: Job, device: Device, table: LayoutTable) -> l
 
     The resting state is counted by the job's accounting; what lives for a while is the runtime's own always.
     """
-    return [_ledger(model, job, device, table, stage) for stage in stages(table, model)]
+    return [stage_ledger(model, job, device, table, stage) for stage in stages(table, model)]
 
 
 def memory_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable) -> Ledger:
@@ -84,7 +82,8 @@ def memory_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable
     return max(ledgers(model, job, device, table), key=lambda ledger: float(ledger.device[0]))
 
 
-def _ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable, stage: Stage) -> Ledger:
+def stage_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable, stage: Stage) -> Ledger:
+    """The ledger of one pipeline rank."""
     parameters, gradients, optimizer = (
         np.broadcast_to(part, table.shape)
         for part in resting_state(model, job, table, stage, lambda tensor: True)
@@ -172,9 +171,8 @@ class RankStates(NamedTuple):
 
     def along(self, axis: int, index: slice | NDArray[np.intp]) -> "RankStates":
         """The same for the part of a grid that some places of one axis make up."""
-        name, *columns = self.stage
         return RankStates(
-            Stage._make([name, *(part_along(column, axis + 1, index) for column in columns)]),
+            self.stage.mapped(lambda column: part_along(column, axis + 1, index)),
             part_along(self.parameters, axis + 1, index),
             part_along(self.optimizer, axis + 1, index),
             {kind: unit.along(axis, index) for kind, unit in self.units.items()},
@@ -312,7 +310,7 @@ def _resting_state(
 ) -> tuple[Floats, Floats, Floats]:
     """Parameters, gradients and optimizer state at the end of backward [B], on rank 0 of the shard axes and,
     if it is offloaded, its host."""
-    held = _held_units(model, table, stage)
+    held = held_units(table, stage)
     result = []
     for bytes_of, split in units:
         total: Floats = np.zeros((1,) * table.pp.ndim)
@@ -321,16 +319,3 @@ def _resting_state(
                 total = total + held[kind] * np.where(split, unit.shard, unit.whole)
         result.append(total)
     return result[0], result[1], result[2]
-
-
-def _held_units(model: ModelSpec, table: LayoutTable, stage: Stage) -> dict[str, Floats]:
-    """Units of each kind on a pipeline rank."""
-    with_experts = stage.expert_blocks
-    return {
-        EMBEDDING: stage.embedding,
-        TIED: np.where(table.pp > 1, stage.embedding, 0.0),
-        BLOCK: stage.blocks - with_experts,
-        EXPERT_BLOCK: with_experts,
-        EXPERTS: with_experts,
-        HEAD: stage.head,
-    }

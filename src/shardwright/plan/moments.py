@@ -14,9 +14,11 @@ from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import BlockActivations, Kind
 from shardwright.plan.holdings import (
+    PIPELINE,
     Amounts,
     BlockKinds,
     Held,
+    Means,
     Open,
     RankStep,
     Role,
@@ -46,8 +48,8 @@ def timeline(
     """Every moment of a step that can be the peak of a pipeline rank: its name, the rows that have it, and
     what is held."""
     kinds, units = model_blocks(model, job, table), unit_amounts(model, job, table)
-    variants, saved_bytes = _variants(table, kinds, stage)
-    step = rank_step(model, job, table, units, saved_bytes, stage)
+    variants, means = _variants(table, kinds, stage)
+    step = rank_step(model, job, table, units, means, stage)
     yield from _moments(step, roles_of(table), lambda role: _each_inside(step, role, variants))
 
 
@@ -76,8 +78,8 @@ def peak_terms(
     ``resting``: parameters and optimizer state of the rank, which every moment has besides. ``pools``:
     reduced gradients have their memory at every moment, see ``pooled_gradients``.
     """
-    variants, saved_bytes = _variants(table, kinds, stage)
-    step = rank_step(model, job, table, units, saved_bytes, stage)
+    variants, means = _variants(table, kinds, stage)
+    step = rank_step(model, job, table, units, means, stage)
     plain = _worst_inside(step, np.zeros_like(table.micro_batch, dtype=bool), variants)
 
     def worst(role: Role) -> list[_Inside]:
@@ -131,32 +133,37 @@ class _Variant(NamedTuple):
 
     kinds: Sequence[BlockActivations]
     moments: Floats
+    apart: Floats
     row: NDArray[np.intp]
     valid: NDArray[np.bool_]
 
 
 def _variants(
     table: LayoutTable, kinds: Mapping[Kind, BlockKinds], stage: Stage
-) -> tuple[list[_Variant], Floats]:
-    """Blocks that a rank may have, and what one of them keeps for each token, the mean [B].
+) -> tuple[list[_Variant], Means]:
+    """Blocks that a rank may have, and what one of them keeps for each token, the mean.
 
     Of a rank with both kinds only the blocks with experts are looked at for the peak: theirs is higher.
     """
     some = table.recompute_every > 1
     variants: list[_Variant] = []
-    saved: Floats = np.zeros((1,) * table.micro_batch.ndim)
+    saved = waits = most = np.zeros((1,) * table.micro_batch.ndim)
     dense = stage.blocks - stage.expert_blocks
     for kind, blocks in zip(kinds, (dense, stage.expert_blocks), strict=False):
         own = kinds[kind]
         looked_at = np.ones((1,) * table.pp.ndim, dtype=bool)  # small: what it joins grows to its shape
         if len(kinds) > 1:
             looked_at = (blocks > 0) & ((kind == "experts") | (blocks == stage.blocks))
-        variants.append(_Variant(own.kinds, own.moments, own.row, looked_at))
+        variants.append(_Variant(own.kinds, own.moments, own.apart, own.row, looked_at))
         if some.any():
-            variants.append(_Variant(own.kinds, own.moments, own.plain, looked_at & some))
+            variants.append(_Variant(own.kinds, own.moments, own.apart, own.plain, looked_at & some))
         share = 1.0 if len(kinds) == 1 else blocks / stage.blocks
         saved = saved + share * own.saved_bytes
-    return variants, saved
+        waits = waits + share * own.apart[own.row, 1]
+    if stage.flight.apart.any():
+        for variant in variants:
+            most = np.maximum(most, np.where(variant.valid, variant.apart[variant.row, 0], 0.0))
+    return variants, Means(saved, waits, most)
 
 
 def _each_inside(step: RankStep, role: Role, variants: list[_Variant]) -> Iterator[_Inside]:
@@ -194,6 +201,8 @@ def _moments(
         totals = np.where(role.older, RUNNING_LOSS_BYTES, 0)
         forward = replace(whole, ids=whole.ids + totals)
         step = replace(forward, ids=forward.ids + 2 * whole.wide)  # the loss and the gradient it starts from
+        if role.name == PIPELINE:
+            role = role._replace(older=step.past > 0)
         inside = list(insides(role))
         parts = _in_a_pipeline(step, role, inside) if piped else _alone(forward, step, role, inside)
         yield from ((f"{role.name}: {name}", role.valid & rows, held) for name, rows, held in parts)
@@ -206,10 +215,21 @@ def _in_a_pipeline(
     most: at the head, or in the last block; or where the reductions begin. Past a block nothing is reduced:
     less is held than in it."""
     every = np.ones_like(step.table.pp, dtype=bool)
-    yield "head backward", every, _head_backward(step, role)
+    yield "head backward", every, _with_logits(step, _head_backward(step, role))
     for moment in inside:
-        yield f"last layer, {moment.name}", moment.valid, _in_block(step, role, step.layers - 1, moment)
-    yield "all gradients reduced", every, _schedule_through(step, role)
+        held = _in_block(step, role, step.layers - 1, moment)
+        yield f"last layer, {moment.name}", moment.valid, _with_logits(step, held)
+    through = replace(step, past=np.ones_like(step.past))
+    yield "all gradients reduced", every, _schedule_through(through, role._replace(older=every))
+    apart = step.apart > 0
+    if apart.any():
+        yield "last layer of a stage, gradients of inputs", apart, _inputs_alone(step, role, last=True)
+        yield "first layer of a stage, gradients of inputs", apart, _inputs_alone(step, role, last=False)
+
+
+def _with_logits(step: RankStep, held: Held) -> Held:
+    """And what other microbatches in flight have of logits."""
+    return held._replace(logits=held.logits + step.other_logits)
 
 
 def _alone(
@@ -361,6 +381,28 @@ def _last_reduced(step: RankStep, role: Role) -> Held:
     gathered = kept + reduction_buffers(step, role, unit)
     activations = step.ids + step.others
     return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
+
+
+def _inputs_alone(step: RankStep, role: Role, *, last: bool) -> Held:
+    """A pass for the gradients of inputs frees nothing that the weights' pass needs: neither what is saved
+    nor the gradients of outputs, of all microbatches whose weights are still to come.
+
+    ``fully_shard`` takes up the weights' gradients that the pass before has left only when the next one goes
+    through their block: they are there besides those that wait. Not in the first stage, which makes all
+    gradients in one pass, its own.
+    """
+    blocks, behind = step.layers / step.stages, step.apart * step.stages - 1
+    waiting = behind * blocks + (0.0 if last else blocks - 1)
+    in_blocks = step.kept(step.layers) - step.saved + step.tokens * step.apart_bytes
+    activations = in_blocks + step.tokens * waiting * step.waits
+    heads = step.apart * step.stages * (step.vocab > 0)
+    activations = activations + heads * step.tokens * (2 * step.residual + 2 * step.normed + step.rstd)
+    logits = heads * np.where(step.table.loss_chunks == 1, step.tokens * step.vocab, 0.0)
+    left = step.layers - np.where(step.embedding.gathered > 0, blocks, 0.0) - (0.0 if last else blocks - 1)
+    fresh = 0.0 if step.merges else np.maximum(left, 0.0) * step.mean.fresh
+    still = Open(step.layers, True)
+    gathered = gathered_parameters(step, role, still, 0.0) + waiting_gradients(step, role, still) + fresh
+    return Held(np.zeros_like(step.layers), activations + step.inputs, logits, gathered)
 
 
 def _schedule_through(step: RankStep, role: Role) -> Held:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.layout import SCHEDULE_NAMES
 from shardwright.model import ModelSpec
-from shardwright.plan.bubble import in_flight_chunks
+from shardwright.plan.bubble import FlightPoints, flight_points
 from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.table import Floats, Ints, LayoutTable, by_schedule, distinct
@@ -44,7 +45,18 @@ class Stage(NamedTuple):
     expert_blocks: Floats  # of blocks, those with experts
     embedding: Floats  # 1 where the rank holds it, else 0
     head: Floats
-    in_flight: Floats  # microbatches whose activations it holds at most, of all its blocks
+    stages: Floats  # stages of the pipeline that it has
+    flight: FlightPoints
+
+    @property
+    def in_flight(self) -> Floats:
+        """Microbatches whose activations it holds at most, of all its blocks."""
+        return self.flight.first
+
+    def mapped(self, part: Callable[[NDArray[Any]], Any]) -> "Stage":
+        """The same with ``part`` of every column."""
+        columns = {name: part(getattr(self, name)) for name in self._fields if name not in ("name", "flight")}
+        return self._replace(**columns, flight=FlightPoints(*map(part, self.flight)))
 
 
 class Work(NamedTuple):
@@ -111,7 +123,7 @@ def stages(table: LayoutTable, model: ModelSpec) -> Iterator[Stage]:
     """Ranks that can be the heaviest, one by one."""
     every = all_stages(table, model)
     for place, name in enumerate(every.name.split(", ") if every.name else ()):
-        yield Stage(name, *(column[place] for column in every[1:]))
+        yield every.mapped(itemgetter(place))._replace(name=name)
 
 
 def all_stages(table: LayoutTable, model: ModelSpec) -> Stage:
@@ -120,10 +132,28 @@ def all_stages(table: LayoutTable, model: ModelSpec) -> Stage:
     cases, index = _pipelines(table)
     names, present, ranks, held = _heaviest_of(expert_layers(model), cases)
     valid, rank = present.take(index, axis=-1), ranks.take(index, axis=-1)
-    blocks, with_experts, embedding, head, count = held.take(index, axis=-1)
-    chunks = by_schedule(table.schedule, in_flight_chunks, table.pp, table.chunks, table.microbatches, rank)
-    flying = np.broadcast_to(chunks / count, np.broadcast_shapes(rank.shape, chunks.shape))
-    return Stage(", ".join(names), valid, rank, blocks, with_experts, embedding, head, flying)
+    return _stage(", ".join(names), table, valid, rank, held.take(index, axis=-1))
+
+
+def every_stage(table: LayoutTable, model: ModelSpec) -> list[Stage]:
+    """All ranks of a pipeline, in their order; all rows have the same pipeline."""
+    (case,), _ = _pipelines(table)
+    valid = np.ones((1,) * table.pp.ndim, dtype=np.bool_)
+    found = []
+    for number, holding in enumerate(_holdings(expert_layers(model), *case)):
+        held = np.array(holding, dtype=np.float64).reshape(-1, *valid.shape)
+        found.append(_stage(f"rank {number}", table, valid, np.full(valid.shape, number), held))
+    return found
+
+
+def _stage(name: str, table: LayoutTable, valid: NDArray[np.bool_], rank: Ints, held: Floats) -> Stage:
+    """``held``: by field of ``_Holding``."""
+    blocks, with_experts, embedding, head, count = held
+    points = by_schedule(
+        table.schedule, flight_points, table.pp, table.chunks, table.microbatches, rank, count
+    )
+    flight = FlightPoints(*points)
+    return Stage(name, valid, rank, blocks, with_experts, embedding, head, count, flight)
 
 
 Cases = tuple[tuple[int, ...], ...]

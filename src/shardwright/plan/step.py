@@ -24,6 +24,7 @@ from shardwright.plan.busiest import INSIDE, BusiestRank, busiest_rank, work_tim
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
+from shardwright.plan.held_units import busiest_units
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.parts import Part, Parts, beyond, hop_time, part_times
 from shardwright.plan.placement import routes_of
@@ -44,7 +45,6 @@ from shardwright.plan.traffic import (
     shard_axis,
     share_flows,
     tied_flows,
-    unit_copies,
 )
 
 
@@ -169,7 +169,7 @@ def outside_time(
     exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
         table, blocks, units, block, overlap
     )
-    held = unit_copies(model, table)
+    held = busiest_units(model, table)
     once = [
         *share_flows(model, job, table, held),
         *routing_flows(model, job, table, held),

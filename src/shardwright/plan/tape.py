@@ -4,7 +4,7 @@ The operations are data: what each reads, makes and keeps. From them follow the 
 working set while the sequence is computed again and while its gradients are made, in autograd's order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import ge
 from typing import NamedTuple
@@ -44,12 +44,24 @@ class Moment(NamedTuple):
     fresh_bytes: float  # of the one made last: all there is when it is added to an older one at once
 
 
+class Apart(NamedTuple):
+    """A backward pass that makes the gradients of inputs alone [B for each token].
+
+    ``most``: of the block's own tensors at its worst moment. ``waits``: gradients of outputs that are left
+    for the weights' pass, besides what is saved.
+    """
+
+    most: float
+    waits: float
+
+
 @dataclass(frozen=True)
 class BlockActivations:
     """What a block keeps [B for each token, by tensor] and the moments that may be the peak."""
 
     saved: Mapping[str, float]
     moments: tuple[Moment, ...]
+    apart: Apart
 
     @property
     def saved_bytes(self) -> float:
@@ -91,7 +103,9 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
     output = next(iter(ops[-1].makes))
     backward = _backward(ops, sizes, needed, output)
     after = backward if again == needed else _backward(ops, sizes, again, output)
-    found: dict[Recompute, BlockActivations] = {"none": BlockActivations(_kept(sizes, needed), backward)}
+    whole = BlockActivations(_kept(sizes, needed), backward, _apart(ops, sizes, needed, output, stays=True))
+    found: dict[Recompute, BlockActivations] = {"none": whole}
+    apart = _apart(ops, sizes, again, output, stays=False)
     recomputed: tuple[tuple[Recompute, set[str]], ...]
     recomputed = (("selective", stays | set(source)), ("full", set(source)))
     for kind, saved in recomputed:
@@ -99,7 +113,8 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
         tape = _Tape(dict(kept) | {"grad": sizes[output]})
         _recompute(tape, steps, again)
         largest = sorted(tape.moments, key=lambda moment: -moment.token_bytes)[:1]  # no gradients yet
-        found[kind] = BlockActivations(kept, _worst([*largest, *after]))
+        most = max(apart.most, *(moment.token_bytes for moment in largest))
+        found[kind] = BlockActivations(kept, _worst([*largest, *after]), apart._replace(most=most))
     return found
 
 
@@ -126,21 +141,49 @@ def _backward(
 ) -> tuple[Moment, ...]:
     """Gradients, last operation first; a saved tensor goes when the first operation that kept it is done.
     Returns the worst moments."""
+    tape, held = _played_back(ops, sizes, saved, output)
+    left = set(tape.live) - set(held.buffer)
+    assert left == set(held.buffer.values()), f"left after the backward pass: {left}"
+    return _worst(tape.moments)
+
+
+def _apart(
+    ops: Sequence[Op], sizes: Mapping[str, float], saved: set[str], output: str, *, stays: bool
+) -> Apart:
+    """The same for inputs alone: a graph that waits for its second pass frees nothing that ``stays``, and the
+    gradient of the output of each operation with weights is kept."""
+    inputs = [op._replace(gradient=0.0) for op in ops]
+    trained = {name for op in ops if op.gradient for name in op.makes}
+    tape, held = _played_back(inputs, sizes, saved, output, trained, stays=stays)
+    last = set(held.buffer.values())
+    waits = sum(size for name, size in tape.live.items() if name not in saved and name not in last)
+    return Apart(max(moment.token_bytes for moment in tape.moments), waits)
+
+
+def _played_back(
+    ops: Sequence[Op],
+    sizes: Mapping[str, float],
+    saved: set[str],
+    output: str,
+    waiting: Set[str] = frozenset(),
+    *,
+    stays: bool = False,
+) -> tuple["_Tape", "_Gradients"]:
+    """The tape at the end of a backward pass; the gradients of ``waiting`` tensors are kept."""
     tape = _Tape(_kept(sizes, saved) | {"grad": sizes[output]})
     keeper: dict[str, Op] = {}
     for op in ops:
         for name in op.keeps:
             keeper.setdefault(name, op)
-    held = _Gradients(tape, sizes, {output: "grad"})
+    held = _Gradients(tape, sizes, {output: "grad"}, waiting)
     for op in reversed(ops):
         if op.adds:
             held.share(next(iter(op.makes)), op.reads)
             continue
         held.make(op)
-        tape.free(*(name for name in dict.fromkeys(op.keeps) if keeper[name] is op and name in tape.live))
-    left = set(tape.live) - set(held.buffer)
-    assert left == set(held.buffer.values()), f"left after the backward pass: {left}"
-    return _worst(tape.moments)
+        done = (name for name in dict.fromkeys(op.keeps) if keeper[name] is op and name in tape.live)
+        tape.free(*(() if stays else done))
+    return tape, held
 
 
 @dataclass
@@ -150,6 +193,8 @@ class _Gradients:
     tape: _Tape
     sizes: Mapping[str, float]
     buffer: dict[str, str]
+    waiting: Set[str] = frozenset()  # tensors whose gradients are kept to the end
+    kept: set[str] = field(default_factory=set)  # their buffers
 
     def share(self, total: str, parts: tuple[str, ...]) -> None:
         """The gradient of a sum is that of each summand."""
@@ -161,6 +206,7 @@ class _Gradients:
         """Backward of ``op``; a second gradient of one tensor is added to the first, in place if nothing else
         shares it (torch/csrc/autograd/input_buffer.cpp)."""
         again = [name for name in op.reads if name in self.buffer]
+        self.kept |= {self.buffer[name] for name in op.makes if name in self.buffer and name in self.waiting}
         fresh = {name: f"d_{name}_too" if name in again else f"d_{name}" for name in op.reads}
         self.tape.make(
             f"{op.name} backward",
@@ -170,7 +216,7 @@ class _Gradients:
         )
         self._release(op.makes)
         for name in again:
-            if list(self.buffer.values()).count(self.buffer[name]) > 1:
+            if list(self.buffer.values()).count(self.buffer[name]) > 1 or self.buffer[name] in self.kept:
                 self.tape.make(f"{op.name} backward", {f"d_{name}": self.sizes[name]}, 0.0)
                 self.buffer[name] = f"d_{name}"
             self.tape.free(fresh[name])
@@ -178,7 +224,7 @@ class _Gradients:
 
     def _release(self, outputs: Mapping[str, float]) -> None:
         done = {self.buffer.pop(name) for name in outputs if name in self.buffer}
-        self.tape.free(*(done - set(self.buffer.values())))
+        self.tape.free(*(done - set(self.buffer.values()) - self.kept))
 
 
 def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:

@@ -2,7 +2,7 @@
 
 Payload is the whole tensor, padding included: what an all-gather fills, what a reduce-scatter is given, what
 ranks trade or pass on. run/dp.py and run/optim.py issue those of the data axes, run/cp.py those of cp; check/
-compares them with an executed step. In a pipeline the flows are those of the rank with most layers.
+compares them with an executed step. In a pipeline the flows are those of one of its ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,17 @@ from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.attention import head_sizes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
+from shardwright.plan.held_units import busiest_units, held_units
 from shardwright.plan.optimizer_traffic import optimizer_exchanges
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.routing_traffic import routing_exchanges
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, unit_elements
-from shardwright.plan.stages import V_SHAPED, most_expert_blocks, slowest_blocks
+from shardwright.plan.stages import V_SHAPED, Stage
 from shardwright.plan.table import Floats, Ints, LayoutTable
 from shardwright.plan.tp_gradients import shared_gradients
+
+V_CODES = [SCHEDULE_NAMES.index(name) for name in V_SHAPED]
+"""Schedules of which the first rank has both ends of the model."""
 
 SCALAR_BYTES = 8
 """A token count (int64), a loss or a norm (fp64)."""
@@ -65,15 +69,18 @@ def shard_axis(table: LayoutTable) -> str:
     return joined_axis(("dp_shard", "cp")) if (table.cp > 1).any() else "dp_shard"
 
 
-def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
+def traffic(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None = None) -> list[Flow]:
     """All flows of a step, for every row of ``table``; a row without a flow has 0 launches of it.
 
     Shard axes: stage 3 gathers the embedding and the head once a microbatch, each block twice; other stages
     gather every unit once a step. Gradients are reduced every microbatch in stages 2 and 3, once a step in
     stage 1; those of experts over expert_shard. dp_replicate: one all-reduce of each unit's shard a step. The
     token count and the loss are summed over all data ranks, the squared norm over the shard axes.
+
+    ``stage``: the rank of the pipeline; without one that with most layers, which is taken to send as much as
+    one in the middle.
     """
-    copies = unit_copies(model, table)
+    copies = busiest_units(model, table) if stage is None else held_units(table, stage)
     flows = [
         *_data_flows(model, job, table, copies),
         *scalar_flows(table),
@@ -82,8 +89,8 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
         *_context_flows(model, job, table, copies),
         *_expert_flows(model, job, table, copies),
         *routing_flows(model, job, table, copies),
-        *_stage_flows(model, job, table),
-        *tied_flows(model, job, table),
+        *_stage_flows(model, job, table, stage),
+        *tied_flows(model, job, table, stage),
         *optimizer_flows(model, job, table, copies),
     ]
     return [
@@ -111,7 +118,9 @@ def _data_flows(
                 each = m * (2 if kind in twice else 1)
                 times = np.where(stage == 3, each, 1) if units is gathered else np.where(stage >= 2, m, 1)
                 launches = times * copies[kind]
-                payload = launches * units[kind].padded * bytes_each
+                if kind == TIED and EMBEDDING in plain:  # travels with the rest of its unit
+                    launches = 0 * launches
+                payload = times * copies[kind] * units[kind].padded * bytes_each
                 present = (degree > 1) & (stage > 0)
                 if kind == EXPERTS:  # without axes of their own they travel with the rest of their block
                     together = present & (table.ep * table.etp == 1)
@@ -136,20 +145,6 @@ def _flow(
 
 def _whole(values: Floats) -> Ints:
     return np.asarray(np.rint(values), dtype=np.int64)
-
-
-def unit_copies(model: ModelSpec, table: LayoutTable) -> dict[str, Floats]:
-    """Units of each kind on the rank with most layers; of a pipeline's ends it is taken to be the last."""
-    alone = np.where(table.pp > 1, 0.0, 1.0)
-    with_experts = most_expert_blocks(table, model)
-    return {
-        EMBEDDING: alone,
-        TIED: np.zeros_like(alone),
-        BLOCK: np.maximum(slowest_blocks(table, model) - with_experts, 0),
-        EXPERT_BLOCK: with_experts,
-        EXPERTS: with_experts,
-        HEAD: np.ones_like(alone),
-    }
 
 
 def optimizer_flows(
@@ -243,13 +238,13 @@ def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[st
         experts = expert_tp_meetings(model, table)
         gathers = gathers + copies[EXPERT_BLOCK] * experts.gathers
         sums = sums + copies[EXPERT_BLOCK] * experts.sums
-    ends = np.where(table.pp > 1, 1.0, 2.0)  # the embedding, the head: one forward and one backward in all
+    ends = copies[EMBEDDING] + copies[HEAD]  # one forward and one backward in all
     sequence, wide = (table.sp == 1) & (table.tp > 1), table.tp > 1
     for name, present, count, each in (
         ("all_reduce", wide & ~sequence, sums + ends, vector),
         ("all_gather", sequence, gathers + ends, vector),
         ("reduce_scatter", sequence, sums + ends, vector),
-        ("all_reduce", wide, np.full_like(sums, 3.0), loss),  # max, sum and target of the logits
+        ("all_reduce", wide, 3.0 * copies[HEAD], loss),  # max, sum and target of the logits
     ):
         yield _flow("tp", name, table.tp, present, m * count, m * count * each)
 
@@ -355,23 +350,30 @@ def _context_flows(
 # pp
 
 
-def _stage_flows(model: ModelSpec, job: Job, table: LayoutTable) -> list[Flow]:
-    """A rank in the middle sends every microbatch of each of its stages on, and its gradient back."""
+def _stage_flows(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None) -> list[Flow]:
+    """A rank sends every microbatch of each of its stages on, and its gradient back, unless the next stage is
+    its own: the last rank's of a V."""
     by_sequence = np.where(table.sp == 1, table.tp, 1)
     vector = (
         ELEMENT_BYTES[job.precision] * model.hidden * table.micro_batch * job.seq / table.cp / by_sequence
     )
-    sends = np.where(table.pp > 1, 2 * table.microbatches * table.chunks, 0)
+    each = np.asarray(2 * table.chunks, dtype=np.float64)
+    if stage is not None:
+        turns = np.isin(table.schedule, V_CODES) & (stage.rank == table.pp - 1)
+        each = each - stage.embedding - stage.head - np.where(turns, 2, 0)
+    sends = _whole(np.where(table.pp > 1, table.microbatches * each, 0))
     return [Flow("pp", "send", table.pp, sends, _whole(sends * vector))]
 
 
-def tied_flows(model: ModelSpec, job: Job, table: LayoutTable) -> Iterator[Flow]:
+def tied_flows(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None = None) -> Iterator[Flow]:
     """The first and the last stage trade gradients of their copies of a tied matrix, once a step, unless a V
     puts both on one rank."""
     if not model.tied_embeddings:
         return
     copy = unit_elements(model, table, lambda tensor: float(is_trained(job, tensor)), job.adapters)[TIED]
-    apart = (table.pp > 1) & ~np.isin(table.schedule, [SCHEDULE_NAMES.index(name) for name in V_SHAPED])
+    apart = (table.pp > 1) & ~np.isin(table.schedule, V_CODES)
+    if stage is not None:
+        apart = apart & (stage.embedding + stage.head > 0)
     payload = np.where(table.zero_stage > 0, copy.shard, copy.whole) * WIDE_BYTES[job.precision]
     yield _flow("pp", "send", table.pp, apart, np.ones_like(payload), payload)
 

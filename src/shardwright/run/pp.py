@@ -8,14 +8,16 @@ B batch of a microbatch, S this rank's part of the sequence, E hidden.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _make_tensor_from_meta
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.pipelining.stage import InferenceMode
+from torch.distributed.pipelining.stage import InferenceMode, _RecvInfo
 
 from shardwright.job import Job
 from shardwright.layout import Layout
@@ -55,12 +57,57 @@ def border(layout: Layout, job: Job, model: ModelSpec) -> Border:
 
 
 class Stage(PipelineStage):
-    """A stage whose blocks are recomputed once in each of the two backward passes of a zero-bubble step."""
+    """A stage that holds what it receives from its neighbours only while a microbatch needs it: torch makes
+    buffers for all microbatches in the first step and keeps them.
+
+    Its blocks are recomputed once in each of the two backward passes of a zero-bubble step.
+    """
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        for received in self.args_recv_info.values():
+            _release(received)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        for received in self.grad_recv_info.values():
+            _release(received)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Ops that receive the inputs of one microbatch."""
+        self._make_room(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Ops that receive the gradients of the outputs of one microbatch."""
+        self._make_room(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward pass of one microbatch."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _release(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Backward pass of one microbatch, or the part of it that finds the gradients of the inputs."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _release(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def _make_room(self, received: Iterable[_RecvInfo]) -> None:
+        for info in received:
+            if not info.is_root_arg and info.buffer is None and info.tensor_meta is not None:
+                info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Gradients of the weights of one microbatch."""
         with weight_pass():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
+def _release(received: Iterable[_RecvInfo]) -> None:
+    for info in received:
+        info.buffer = None
 
 
 class Pipeline:

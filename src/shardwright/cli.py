@@ -343,14 +343,21 @@ def check(
             help="Largest difference at the peak, as a share of it.  [0.02, with experts 0.04]", min=0, max=1
         ),
     ] = None,
+    stage: Annotated[
+        list[int] | None,
+        typer.Option(help="Pipeline rank to execute, may be repeated.  [one of those that hold the same]"),
+    ] = None,
     as_json: opt.JsonOption = False,
 ) -> None:
-    """Execute one rank without memory or network; exit status 1 if the ledger says otherwise."""
+    """Execute one rank of each distinct pipeline stage without memory or network.
+
+    Exit status 1 if the ledger says otherwise.
+    """
     loaded = load_plan(plan_path)
     _need_torch("check")
     from shardwright.check.compare import check_plan
 
-    comparison = check_plan(loaded, tolerance)
+    comparison = check_plan(loaded, tolerance, stage)
     _print(comparison.document(), as_json, terminal.check_report)
     if not comparison.ok:
         raise AnswerIsNo(LEDGER_DIFFERS)

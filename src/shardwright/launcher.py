@@ -36,9 +36,6 @@ LOOP_MODEL = "bytes-5m"
 
 LOOP_JOB = {"seq": 256, "learning_rate": 2e-3, "warmup_steps": 5, "eval_every": 20, "precision": "fp32"}
 
-LOOP_AXES = {"pp": 1}
-"""Degrees that the loop holds: check/compare.py does not know pipelines."""
-
 LOOP_SEQUENCES = 8
 """Global batch of the loop, made up to a multiple of its ranks."""
 
@@ -150,7 +147,7 @@ def loop_here(
     prepare_run_folder(folder)
     say(f"measuring this machine with {nproc} ranks ...")
     cluster = measured_cluster(model, job, cluster_of("cpu", nproc))
-    found = find(model, job, cluster, LOOP_AXES, ranking="runnable_only")
+    found = find(model, job, cluster, {}, ranking="runnable_only")
     path = save_plan(found.best, folder / PLAN_FILE)
     plan = load_plan(path)
     prediction = plan.prediction

@@ -43,6 +43,7 @@ def check_document(ok=True):
     differing = [{"term": "total", "moment": "peak", "predicted": 900, "executed": 1000}]
     return {
         "ok": ok,
+        "stages": [{"stage": 0, "rank": 0, "stands_for": [0]}],
         "terms": [
             {"stage": 0, "difference": row["predicted"] - row["executed"], "ok": ok, **row}
             for row in [

@@ -217,7 +217,7 @@ def _peak_terms(
     state = {"parameters": float(ledger.parameters[0]), "optimizer": float(ledger.optimizer[0])}
     highest = float(ledger.allocated[0])
     candidates = []
-    for name, valid, held in timeline(plan.model, plan.job, table, ledger.stage):
+    for name, valid, held in timeline(plan.model, plan.job, table, ledger.stage, every_flight=True):
         terms = state | {kind: float(values[0]) for kind, values in held._asdict().items()}
         if valid[0] and sum(terms.values()) >= (1 - tolerance) * highest:
             distance = sum(abs(terms[kind] - execution.at_peak[kind]) for kind in terms)

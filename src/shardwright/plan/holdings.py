@@ -25,6 +25,7 @@ from shardwright.plan.activations import (
     activations_of,
     rotary_table_bytes,
 )
+from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, flights, remaining
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import (
     EXPERT_BLOCK,
@@ -101,12 +102,14 @@ class RankStep:
     tokens: Floats  # of a microbatch on a rank
     saved: Floats  # of one block, the mean
     resident: NDArray[np.bool_]  # saved tensors stay on the device
-    others: Floats  # of all other microbatches in flight
-    other_logits: Floats  # of the same
-    past: Floats  # of a pipeline: share of the blocks that have gradients of earlier microbatches
+    flights: Sequence[Flight]  # of a pipeline: what else is there at the points that may be its fullest
+    flight: Flight  # the one looked at
+    reducing: Floats  # of microbatches in flight when the gradients of a first stage are reduced
+    reduced: Floats  # ``past`` at that time
     stages: Floats
     apart: Floats  # microbatches of which only the gradients of weights are to come
     apart_bytes: Floats  # of a block that makes the gradients of its inputs alone, for each token
+    settled: Floats  # passes for inputs find gradients of their block in both types
     waits: Floats  # gradients of outputs that a block leaves then, for each token
     ids: Floats  # token ids and targets of a step
     tables: float  # rotary, one pair for all layers
@@ -123,7 +126,7 @@ class RankStep:
     def inputs(self) -> Floats:
         """Token ids and rotary tables, held until the first layer's backward pass is over; and what the other
         microbatches in flight keep."""
-        return self.ids + self.tables + self.others
+        return self.ids + self.tables + self.flight.others
 
     def kept(self, blocks: Floats) -> Floats:
         """Saved tensors of so many blocks of the present microbatch, on the device."""
@@ -279,13 +282,14 @@ def rank_step(
     block, mean = _block_amounts(units, model, stage)
     vocab = stage.head * np.ceil(model.vocab / table.tp) * element
     rstd, normed = wide / by_sequence, element * model.hidden
-    flight = _fullest_flight(
-        stage,
-        per_microbatch=stage.blocks * (saved if resident.all() else np.where(resident, saved, 0.0)),
+    kept = Kept(
+        blocks=stage.blocks * (saved if resident.all() else np.where(resident, saved, 0.0)),
         output=residual * tokens,
         head=(residual + normed + rstd) * tokens,
         logits=np.where(table.loss_chunks == 1, vocab * tokens, 0.0),
+        waits=stage.blocks * means.waits * tokens,
         gradients=stage.blocks * mean.whole,
+        of_head=stage.head * units[HEAD].whole,
     )
     return RankStep(
         table=table,
@@ -299,12 +303,14 @@ def rank_step(
         tokens=tokens,
         saved=saved,
         resident=resident,
-        others=flight.others,
-        other_logits=flight.logits,
-        past=flight.past,
+        flights=flights(stage, kept),
+        flight=NOTHING_ELSE,
+        reducing=remaining(stage, kept),
+        reduced=stage.flight.reduced,
         stages=stage.stages,
         apart=np.where((stage.stages == 1) & (stage.embedding > 0), 0.0, stage.flight.apart),
         apart_bytes=means.most,
+        settled=stage.flight.settled,
         waits=means.waits,
         ids=token_bytes(job) * tokens * table.microbatches,
         tables=rotary_table_bytes(model, job.seq, job.precision),
@@ -317,48 +323,6 @@ def rank_step(
         merges=job.precision not in ("bf16", "fp8"),
         tied_gradient=element * np.ceil(model.vocab / table.tp) * model.hidden if tied else 0.0,
     )
-
-
-class _Flight(NamedTuple):
-    """What the microbatches in flight besides the one at work keep, and the gradients there are by then."""
-
-    others: Floats
-    logits: Floats
-    past: Floats
-
-
-def _fullest_flight(
-    stage: Stage, *, per_microbatch: Floats, output: Floats, head: Floats, logits: Floats, gradients: Floats
-) -> _Flight:
-    """Of the ``FlightPoints`` of a rank, the one with most in its memory.
-
-    Bytes: ``per_microbatch`` of its blocks, the ``output`` of a stage, which waits for its gradient, what the
-    ``head`` keeps, its ``logits``, and the whole ``gradients`` of its blocks.
-    """
-    outputs = (stage.stages - stage.head) * output
-    first, second, steady, heads, _ = stage.flight
-    if (stage.stages == 1).all() and (steady == first).all():
-        return _Flight((first - 1) * per_microbatch + first * outputs, np.zeros(1), np.ones(1))
-    several = stage.stages > 1
-    points = (
-        (first, 0.0 * first, heads - 1),
-        (second, 1 / stage.stages, heads - 2),
-        (steady, np.ones_like(first), np.where(several, 0.0, heads - 2)),
-    )
-    best: _Flight | None = None
-    most: Floats = np.zeros(1)
-    for in_flight, past, others in points:
-        past_head = stage.head * np.maximum(others, 0.0)
-        kept = (in_flight - 1) * per_microbatch + in_flight * outputs + past_head * head
-        found = _Flight(kept, past_head * logits, past)
-        total = kept + found.logits + past * gradients
-        if best is None:
-            best = found
-        else:
-            best = _Flight(*(np.where(total > most, new, old) for new, old in zip(found, best, strict=True)))
-        most = np.maximum(most, total)
-    assert best is not None
-    return best
 
 
 class Role(NamedTuple):
@@ -379,8 +343,8 @@ class Open(NamedTuple):
     head: bool
 
 
-PIPELINE = "most in flight"
-"""The moment of a pipeline when the microbatches in flight and the gradients there are hold most."""
+PIPELINE = "pipeline"
+"""The one microbatch that is looked at in a pipeline, with others in flight."""
 
 
 def roles_of(table: LayoutTable) -> tuple[Role, ...]:
@@ -444,8 +408,8 @@ def waiting_gradients(step: RankStep, role: Role, still: Open) -> Floats:
     else:
         earlier = every
         if role.name == PIPELINE:
-            blocks = step.past * step.layers * step.mean.whole
-            earlier = np.where(step.past == 1, step.embedding.whole, 0.0) + blocks + step.head.whole
+            blocks = step.flight.past * step.layers * step.mean.whole
+            earlier = np.where(step.flight.past == 1, step.embedding.whole, 0.0) + blocks + step.head.whole
         waiting = np.where(role.older, earlier, every - not_done)
     return np.where(step.table.zero_stage <= 1, waiting, 0.0)
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import BlockActivations, Kind
+from shardwright.plan.apart import left_by_others, moments_apart
+from shardwright.plan.flights import Flight, fullest
 from shardwright.plan.holdings import (
-    PIPELINE,
     Amounts,
     BlockKinds,
     Held,
@@ -43,14 +44,16 @@ RUNNING_LOSS_BYTES = 8
 
 
 def timeline(
-    model: ModelSpec, job: Job, table: LayoutTable, stage: Stage
+    model: ModelSpec, job: Job, table: LayoutTable, stage: Stage, *, every_flight: bool = False
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """Every moment of a step that can be the peak of a pipeline rank: its name, the rows that have it, and
-    what is held."""
+    what is held. Of a pipeline with the fullest of the flights of plan/flights.py, or with each.
+    """
     kinds, units = model_blocks(model, job, table), unit_amounts(model, job, table)
     variants, means = _variants(table, kinds, stage)
     step = rank_step(model, job, table, units, means, stage)
-    yield from _moments(step, roles_of(table), lambda role: _each_inside(step, role, variants))
+    flights = [(flight, flight) for flight in step.flights] if every_flight else [_fullest(step)]
+    yield from _moments(step, roles_of(table), lambda role: _each_inside(step, role, variants), flights)
 
 
 class PeakTerm(NamedTuple):
@@ -88,7 +91,7 @@ def peak_terms(
 
     present = [role for role in roles_of(table) if role.valid.any()]
     pool = pooled_gradients(step)
-    for name, valid, held in _moments(step, present, worst):
+    for name, valid, held in _moments(step, present, worst, [_fullest(step)]):
         there = valid & stage.valid
         if name.endswith("head backward"):
             there = there & (stage.head > 0)  # elsewhere it is in the last layer's moment as well
@@ -193,47 +196,58 @@ def _worst_inside(step: RankStep, merges: NDArray[np.bool_], variants: list[_Var
     return _Inside("backward", np.ones_like(step.table.pp, dtype=bool), token_bytes, fresh)
 
 
+Insides = Callable[[Role], Iterable[_Inside]]
+
+
+def _fullest(step: RankStep) -> tuple[Flight, Flight]:
+    """The flight with most at a head's backward pass, and the one with most inside a block."""
+    gradients = step.layers * step.mean.whole
+    in_block = fullest(step.flights, gradients)
+    return fullest(step.flights, gradients, step.head.whole) if len(step.flights) > 1 else in_block, in_block
+
+
 def _moments(
-    whole: RankStep, roles: Iterable[Role], insides: Callable[[Role], Iterable[_Inside]]
+    whole: RankStep, roles: Iterable[Role], insides: Insides, flights: Sequence[tuple[Flight, Flight]]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     piped = bool((whole.table.pp > 1).all())
     for role in roles:
         totals = np.where(role.older, RUNNING_LOSS_BYTES, 0)
         forward = replace(whole, ids=whole.ids + totals)
         step = replace(forward, ids=forward.ids + 2 * whole.wide)  # the loss and the gradient it starts from
-        if role.name == PIPELINE:
-            role = role._replace(older=step.past > 0)
-        inside = list(insides(role))
-        parts = _in_a_pipeline(step, role, inside) if piped else _alone(forward, step, role, inside)
+        parts = (
+            _in_a_pipeline(step, role, insides, flights)
+            if piped
+            else _alone(forward, step, role, insides(role))
+        )
         yield from ((f"{role.name}: {name}", role.valid & rows, held) for name, rows, held in parts)
 
 
 def _in_a_pipeline(
-    step: RankStep, role: Role, inside: list[_Inside]
+    whole: RankStep, role: Role, insides: Insides, flights: Sequence[tuple[Flight, Flight]]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """Parameters and gradients are whole all the time, so that the highest moment is where a microbatch has
     most: at the head, or in the last block; or where the reductions begin. Past a block nothing is reduced:
     less is held than in it."""
-    every = np.ones_like(step.table.pp, dtype=bool)
-    yield "head backward", every, _with_logits(step, _head_backward(step, role))
-    for moment in inside:
-        held = _in_block(step, role, step.layers - 1, moment)
-        yield f"last layer, {moment.name}", moment.valid, _with_logits(step, held)
-    through = replace(step, past=np.ones_like(step.past))
-    yield "all gradients reduced", every, _schedule_through(through, role._replace(older=every))
-    apart = step.apart > 0
-    if apart.any():
-        yield "last layer of a stage, gradients of inputs", apart, _inputs_alone(step, role, last=True)
-        yield "first layer of a stage, gradients of inputs", apart, _inputs_alone(step, role, last=False)
+    every = np.ones_like(whole.table.pp, dtype=bool)
+    for at_head, flight in flights:
+        step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
+        yield f"{at_head.name}, head backward", every, _with_logits(step, _head_backward(step, role))
+        step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
+        for moment in insides(role):
+            held = _in_block(step, role, step.layers - 1, moment)
+            yield f"{flight.name}, last layer, {moment.name}", moment.valid, _with_logits(step, held)
+        for name, rows, held in moments_apart(step, role):
+            yield f"{flight.name}, {name}", rows, held
+    yield "first gradients reduced", every, _schedule_through(whole, role)
 
 
 def _with_logits(step: RankStep, held: Held) -> Held:
     """And what other microbatches in flight have of logits."""
-    return held._replace(logits=held.logits + step.other_logits)
+    return held._replace(logits=held.logits + step.flight.logits)
 
 
 def _alone(
-    forward: RankStep, step: RankStep, role: Role, inside: list[_Inside]
+    forward: RankStep, step: RankStep, role: Role, inside: Iterable[_Inside]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """The moments of a rank that holds all layers, ``forward`` before there is a loss."""
     every, stage3 = np.ones_like(step.table.pp, dtype=bool), step.table.zero_stage == 3
@@ -366,7 +380,7 @@ def _embedding_backward(step: RankStep, role: Role) -> Held:
     # tied: the head's gradient and the embedding's, with the gradient this came from, or else with their sum
     source = step.tokens * step.residual
     summed = source < step.tied_gradient
-    activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids + step.others
+    activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids + step.flight.others
     gathered = gathered + np.where(summed, step.tied_gradient, 0.0)
     return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
 
@@ -379,38 +393,23 @@ def _last_reduced(step: RankStep, role: Role) -> Held:
         kept = np.where(step.table.zero_stage <= 2, resident(step, role, still), 0.0)
         kept = kept + waiting_gradients(step, role, still)
     gathered = kept + reduction_buffers(step, role, unit)
-    activations = step.ids + step.others
+    activations = step.ids + step.flight.others
     return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
 
 
-def _inputs_alone(step: RankStep, role: Role, *, last: bool) -> Held:
-    """A pass for the gradients of inputs frees nothing that the weights' pass needs: neither what is saved
-    nor the gradients of outputs, of all microbatches whose weights are still to come.
-
-    ``fully_shard`` takes up the weights' gradients that the pass before has left only when the next one goes
-    through their block: they are there besides those that wait. Not in the first stage, which makes all
-    gradients in one pass, its own.
-    """
-    blocks, behind = step.layers / step.stages, step.apart * step.stages - 1
-    waiting = behind * blocks + (0.0 if last else blocks - 1)
-    in_blocks = step.kept(step.layers) - step.saved + step.tokens * step.apart_bytes
-    activations = in_blocks + step.tokens * waiting * step.waits
-    heads = step.apart * step.stages * (step.vocab > 0)
-    activations = activations + heads * step.tokens * (2 * step.residual + 2 * step.normed + step.rstd)
-    logits = heads * np.where(step.table.loss_chunks == 1, step.tokens * step.vocab, 0.0)
-    left = step.layers - np.where(step.embedding.gathered > 0, blocks, 0.0) - (0.0 if last else blocks - 1)
-    fresh = 0.0 if step.merges else np.maximum(left, 0.0) * step.mean.fresh
-    still = Open(step.layers, True)
-    gathered = gathered_parameters(step, role, still, 0.0) + waiting_gradients(step, role, still) + fresh
-    return Held(np.zeros_like(step.layers), activations + step.inputs, logits, gathered)
-
-
 def _schedule_through(step: RankStep, role: Role) -> Held:
-    """A pipeline's end: every gathered parameter and whole gradient, and the first reduction."""
+    """The first stage of a rank is through: every gathered parameter, the whole gradients that there are, and
+    the buffers of the first reduction."""
+    flight = step.flight._replace(past=step.reduced)
+    step, role = replace(step, flight=flight), role._replace(older=flight.past > 0)
     still = Open(step.layers, True)
     largest = np.maximum(
         step.block.reduce_input, np.maximum(step.head.reduce_input, step.embedding.reduce_input)
     )
     gathered = resident(step, role, still) + waiting_gradients(step, role, still) + largest
+    # the second unit: the first has left its shard, its buffer, and no copy of its parameters
+    gathered = gathered + np.maximum(step.block.shard - step.block.gathered, 0.0)
+    if (step.apart > 0).any():
+        gathered = gathered + np.where(step.apart > 0, left_by_others(step), 0.0)
     none = np.zeros_like(step.layers)
-    return Held(none, step.ids, none, gathered)
+    return Held(none, step.ids + step.reducing, none, gathered)

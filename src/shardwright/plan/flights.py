@@ -1,0 +1,95 @@
+"""What microbatches in flight keep on a pipeline rank besides the one at work, at the points of a step where
+that and the gradients that are there may be most."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright.plan.stages import Stage
+from shardwright.plan.table import Floats
+
+
+class Kept(NamedTuple):
+    """Bytes of one microbatch on a rank: of its ``blocks``, the ``output`` of one stage, which waits for its
+    gradient, what the ``head`` keeps, its ``logits``, and what ``waits`` for the gradients of
+    weights; of the rank the whole ``gradients`` of its blocks and ``of_head``, which a first backward pass
+    makes at once."""
+
+    blocks: Floats
+    output: Floats
+    head: Floats
+    logits: Floats
+    waits: Floats
+    gradients: Floats
+    of_head: Floats
+
+
+class Flight(NamedTuple):
+    """Bytes of the microbatches in flight besides the one at work, their ``logits`` apart, and the share of
+    the blocks' gradients that is there by then."""
+
+    name: str
+    others: Floats
+    logits: Floats
+    past: Floats
+
+
+NOTHING_ELSE = Flight("alone", np.zeros(1), np.zeros(1), np.zeros(1))
+
+
+def flights(stage: Stage, kept: Kept) -> list[Flight]:
+    """The points of a rank that may be its fullest, ``first``, ``second`` and ``steady`` of ``FlightPoints``;
+    those left out that hold less than another in every row."""
+    outputs = (stage.stages - stage.head) * kept.output
+    first, second, steady, heads, *_ = stage.flight
+    if (stage.stages == 1).all() and (steady == first).all():
+        return [
+            Flight("most in flight", (first - 1) * kept.blocks + first * outputs, np.zeros(1), np.ones(1))
+        ]
+    points = (
+        ("first backward pass", first, 0.0 * first, heads - 1),
+        ("second backward pass", second, 1 / stage.stages, heads - 2),
+        (
+            "all stages have gradients",
+            steady,
+            np.ones_like(first),
+            np.where(stage.stages > 1, 0.0, heads - 2),
+        ),
+    )
+    found = []
+    for name, in_flight, past, heads_past in points:
+        past_head = stage.head * np.maximum(heads_past, 0.0)
+        others = (in_flight - 1) * kept.blocks + in_flight * outputs + past_head * kept.head
+        found.append(Flight(name, others, past_head * kept.logits, past))
+    held = [_held(each, kept.gradients) for each in found]
+    return [
+        flight
+        for flight, own in zip(found, held, strict=True)
+        if not any((own + kept.of_head < other).all() for other in held)
+    ]
+
+
+def _held(flight: Flight, gradients: Floats) -> Floats:
+    return np.asarray(flight.others + flight.logits + flight.past * gradients)
+
+
+def fullest(found: Sequence[Flight], gradients: Floats, of_head: Floats | float = 0.0) -> Flight:
+    """Row by row the one that holds most; ``of_head``: gradients that a first backward pass has not made by
+    then."""
+    best, *rest = found
+    if not rest:
+        return best
+    most = _held(best, gradients) + np.where(best.past > 0, of_head, 0.0)
+    for other in rest:
+        held = _held(other, gradients) + np.where(other.past > 0, of_head, 0.0)
+        more = held > most
+        columns = (np.where(more, new, old) for new, old in zip(other[1:], best[1:], strict=True))
+        best, most = Flight("most in flight", *columns), np.maximum(most, held)
+    return best
+
+
+def remaining(stage: Stage, kept: Kept) -> Floats:
+    """Bytes of the microbatches in flight when the gradients of a rank's first chunk are reduced."""
+    outputs = (stage.stages - stage.head) * kept.output
+    return np.asarray(stage.flight.reducing * (kept.blocks + outputs) + stage.flight.pending * kept.waits)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright.check.in_flight import held_in_flight
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
@@ -20,6 +21,7 @@ from shardwright.run.expert_load import set_routing
 from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import ACTIVATIONS, Collective, MemoryMeter, Sent
 from shardwright.run.model import Microbatch
+from shardwright.run.recorder import Recorder
 from shardwright.run.routing import BalancedRouting
 from shardwright.run.step import Stepper, parallel_model
 
@@ -44,11 +46,17 @@ class Execution:
 
 
 def dry_run(
-    model: ModelSpec, job: Job, layout: Layout, rank: int = 0, *, most_microbatches: int = STEADY_MICROBATCHES
+    model: ModelSpec,
+    job: Job,
+    layout: Layout,
+    rank: int = 0,
+    *,
+    most_microbatches: int = STEADY_MICROBATCHES,
+    recorder: Recorder | None = None,
 ) -> Execution:
     """Execute two steps of ``rank`` in the fake mode and report the second.
 
-    ``most_microbatches``: 3 or more.
+    ``most_microbatches``: 3 or more. A ``recorder`` is told of every storage of the second step.
 
     Of a pipeline every microbatch is executed.
 
@@ -61,19 +69,19 @@ def dry_run(
         mesh = build_mesh(layout, "cpu")
         network = parallel_model(model, job, layout, mesh)
         set_routing(network, BalancedRouting(job.expert_imbalance if layout.ep > 1 else 1.0))
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), held_in_flight():
             network.to_empty(device="cpu")
             stepper = Stepper(network, job, layout, mesh, read=lambda scalar: 1.0)
             if stepper.pipeline is not None:
                 stepper.pipeline.trust_shapes()
             # makes the optimizer's state, and DTensor's rules for what follows, which fake whole tensors once
-            stepper.step(0, _microbatches(job, layout, count if layout.pp > 1 else min(count, 2)))
-            meter = MemoryMeter(network, stepper.optimizer, mesh)
+            stepper.step(0, made_up_microbatches(job, layout, count if layout.pp > 1 else min(count, 2)))
+            meter = MemoryMeter(network, stepper.optimizer, mesh, recorder)
             sent_after: list[dict[Collective, Sent]] = []
             stepper.after_microbatch = lambda index: sent_after.append(meter.traffic)
             stepper.optimizer.register_step_pre_hook(lambda *_: meter.settle())
             with meter:
-                stepper.step(1, _microbatches(job, layout, count))
+                stepper.step(1, made_up_microbatches(job, layout, count))
         left_out = layout.microbatches - count
         ids = left_out * token_bytes(job) * layout.micro_batch * job.seq
         return Execution(
@@ -107,7 +115,7 @@ def _with_repeats(
     return result
 
 
-def _microbatches(job: Job, layout: Layout, count: int) -> list[Microbatch]:
+def made_up_microbatches(job: Job, layout: Layout, count: int) -> list[Microbatch]:
     """``count`` microbatches of one made-up token, as training is given them."""
     arrays = 2 if job.packing == "windows" else 3
     return [

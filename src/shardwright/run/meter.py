@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Stages
+from shardwright.run.recorder import Recorder
 from shardwright.run.tp import TP_PARTS
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -58,11 +59,18 @@ class MemoryMeter(TorchDispatchMode):
     """Use as ``with meter:`` around a step; then read ``peak``, ``at_peak`` and ``traffic``.
 
     ``at_rest`` holds the state's bytes as ``settle`` last found them: call that when the gradients are
-    complete.
+    complete. A ``recorder`` is told of every storage.
     """
 
-    def __init__(self, model: Stages, optimizer: torch.optim.Optimizer, mesh: RankMesh) -> None:
+    def __init__(
+        self,
+        model: Stages,
+        optimizer: torch.optim.Optimizer,
+        mesh: RankMesh,
+        recorder: Recorder | None = None,
+    ) -> None:
         super().__init__()
+        self.recorder = recorder
         self.model, self.optimizer = model, optimizer
         self.axes = _axes_of_groups(model, mesh)
         self.storages: dict[int, _Storage] = {}
@@ -83,6 +91,8 @@ class MemoryMeter(TorchDispatchMode):
         return {key: Sent(self.launches[key], self.sent[key]) for key in sorted(self.launches)}
 
     def __enter__(self) -> "MemoryMeter":
+        if self.recorder is not None:
+            self.undo.enter_context(self.recorder.attached(self.model, self.optimizer))
         self._register_state()
         self.undo.enter_context(_watched_fsdp(self))
         for stage in self.model.stages:
@@ -105,9 +115,11 @@ class MemoryMeter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
+        if self.recorder is not None:
+            self.recorder.look()
         if func.namespace in ("c10d", "_c10d_functional"):
             self._record(func, args, out)
-        if self.kind == GATHERED and func.is_view:
+        if func.is_view:
             return out  # of a storage that is known, or of a backend's own buffer: gloo reduces a copy
         kind = LOGITS if "cross_entropy" in func.__name__ else self.kind
         for tensor in tree_leaves(out):
@@ -124,11 +136,13 @@ class MemoryMeter(TorchDispatchMode):
         storage = _local(tensor).untyped_storage()
         known = self.storages.get(id(storage))
         if known is None:
-            self._born(storage, kind)
+            self._born(storage, kind, tensor)
         elif known.kind != kind:
             self.held[known.kind] -= known.nbytes
             self.held[kind] += known.nbytes
             self.storages[id(storage)] = known._replace(kind=kind)
+            if self.recorder is not None:
+                self.recorder.renamed(id(storage), kind)
             if known.kind == ACTIVATIONS and known.birth <= self.births_at_peak:
                 # a weight's gradient, born unnamed, was there at the peak: name it there too
                 self.at_peak[ACTIVATIONS] -= known.nbytes
@@ -141,6 +155,8 @@ class MemoryMeter(TorchDispatchMode):
             self._born(storage, self.kind)
             return
         self.storages[id(storage)] = known._replace(nbytes=storage.nbytes())
+        if self.recorder is not None:
+            self.recorder.resized(id(storage), storage.nbytes())
         self._add(known.kind, storage.nbytes() - known.nbytes)
 
     def settle(self) -> None:
@@ -148,17 +164,21 @@ class MemoryMeter(TorchDispatchMode):
         self._register_state()
         self.at_rest = {kind: self.held[kind] for kind in STATE}
 
-    def _born(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _born(self, storage: torch.UntypedStorage, kind: str, tensor: torch.Tensor | None = None) -> None:
         key = id(storage)
         if key in self.storages:
             return
         self.births += 1
         alive = weakref.ref(storage, lambda _: self._died(key))
         self.storages[key] = _Storage(kind, storage.nbytes(), self.births, alive)
+        if self.recorder is not None:
+            self.recorder.born(key, kind, storage.nbytes(), tensor)
         self._add(kind, storage.nbytes())
 
     def _died(self, key: int) -> None:
         gone = self.storages.pop(key)
+        if self.recorder is not None:
+            self.recorder.died(key)
         self.held[gone.kind] -= gone.nbytes
 
     def _add(self, kind: str, nbytes: int) -> None:

@@ -29,6 +29,7 @@ from shardwright.model import ModelSpec, preset, preset_names
 from shardwright.plan.runnable import not_runnable_reasons
 from shardwright.planfile import Plan, load_plan, save_plan
 from shardwright.report import terminal
+from shardwright.report.check import check_report
 from shardwright.report.explain import explain_report
 from shardwright.report.plan import nothing_report, pareto_plan_report, plan_report, why_report
 from shardwright.units import BANDWIDTH, HOUR, TIME, parse_count, parse_quantity
@@ -347,6 +348,8 @@ def check(
         list[int] | None,
         typer.Option(help="Pipeline rank to execute, may be repeated.  [one of those that hold the same]"),
     ] = None,
+    tensors: opt.Tensors = False,
+    real: opt.Real = False,
     as_json: opt.JsonOption = False,
 ) -> None:
     """Execute one rank of each distinct pipeline stage without memory or network.
@@ -357,10 +360,38 @@ def check(
     _need_torch("check")
     from shardwright.check.compare import check_plan
 
-    comparison = check_plan(loaded, tolerance, stage)
-    _print(comparison.document(), as_json, terminal.check_report)
+    comparison = check_plan(loaded, tolerance, stage, tensors=tensors, real=real)
+    _print(comparison.document(), as_json, check_report)
     if not comparison.ok:
         raise AnswerIsNo(LEDGER_DIFFERS)
+
+
+@app.command()
+def memory(
+    plan_path: opt.PlanArgument,
+    stage: opt.StageOption = None,
+    rank: opt.RankOption = None,
+    output: opt.MemoryOutput = None,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Show the memory of one step over time: forward, backward, optimizer; by kind, and what the peak is."""
+    loaded = load_plan(plan_path)
+    _need_torch("memory")
+    from shardwright.check.memory import memory_document, output_kind, step_histories
+    from shardwright.check.snapshot import save_snapshot
+    from shardwright.report.memory import memory_report
+    from shardwright.report.memory_picture import save_picture
+
+    kind = None if output is None else output_kind(output)
+    found = step_histories(loaded, None if stage is None else [stage], rank)
+    document = memory_document(loaded, found)
+    if output is not None:
+        if kind == "picture":
+            save_picture(document, output)
+        else:
+            save_snapshot([each.history for each in found], output)
+        _say(f"wrote {output}")
+    _print(document, as_json, memory_report)
 
 
 @app.command()

@@ -372,6 +372,26 @@ Inputs = Annotated[
         show_default=False,
     ),
 ]
+Tensors = Annotated[
+    bool, typer.Option("--tensors", help="List what every term is made of at the peak, by line of source.")
+]
+Real = Annotated[
+    bool, typer.Option("--real", help="Run a step for real too, on CPU ranks: a third column.  [small plans]")
+]
+StageOption = Annotated[
+    int | None,
+    typer.Option("--stage", help="Pipeline rank to execute.  [one of each that differ]", min=0),
+]
+RankOption = Annotated[int | None, typer.Option("--rank", help="Rank to execute, of all ranks.", min=0)]
+MemoryOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        help="Picture (.html, .svg), or a snapshot for pytorch.org/memory_viz (.pickle).",
+        dir_okay=False,
+    ),
+]
 TokensOutput = Annotated[
     Path, typer.Option("-o", "--output", help="The token file to write, corpus.tokens for example.")
 ]

@@ -104,7 +104,7 @@ def test_params_report_has_the_first_layer_only(width):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("ok", [True, False])
 def test_check_report_marks_what_differs(width, ok):
-    text = text_of(terminal.check_report(check_document(ok)), width)
+    text = text_of(check_report(check_document(ok)), width)
     assert ("DIFFERS" in text) == (not ok)
     assert ("the ledger is what the program does" if ok else "the ledger and the program differ") in text
     assert "-100" in text

@@ -10,6 +10,8 @@ import numpy as np
 
 from shardwright.axes import joined_axis
 from shardwright.check.dryrun import Execution, dry_run
+from shardwright.check.history import History
+from shardwright.check.real import check_small, real_run
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.plan.explain import plan_of
@@ -20,12 +22,17 @@ from shardwright.plan.stages import Stage, every_stage
 from shardwright.plan.table import LayoutTable, table_of
 from shardwright.plan.traffic import merged, traffic
 from shardwright.planfile import Plan
+from shardwright.run.recorder import Recorder
 
 MEMORY_TOLERANCE = 0.02
 """Largest difference of a term at the peak, as a share of it. The resting state and traffic have none."""
 
 EXPERT_TOLERANCE = 0.04
 """The same of models with experts."""
+
+
+REAL_TOLERANCE = 0.01
+"""Largest difference of a term between a real step and a dry run, as a share of the peak."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Term:
     executed: int
     difference: int
     ok: bool
+    real: int | None = None  # in a real step, where there was one
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,21 @@ class Flow:
     predicted_launches: int
     executed_launches: int
     ok: bool
+    real_payload_bytes: int | None = None
+    real_launches: int | None = None
+
+
+@dataclass(frozen=True)
+class StageTensors:
+    """Storages alike at the executed peak of a pipeline rank: made by the same line, in modules of one name
+    but for their numbers."""
+
+    stage: int
+    kind: str
+    module: str
+    source: str  # file of this package, or of torch, and line
+    count: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,10 @@ class StageRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The verdict with all its rows; ``peak_moment``: of the pipeline rank that holds most."""
+    """The verdict with all its rows; ``peak_moment``: of the pipeline rank that holds most.
+
+    ``tensors``: what terms that differ, or all if asked for, are made of at the executed peak.
+    """
 
     ok: bool
     stages: tuple[StageRun, ...]
@@ -81,6 +107,7 @@ class Comparison:
     microbatches_executed: int  # the others repeat the second
     time: float  # of all dry runs [s]
     host_memory: int | None  # peak of this process [B]
+    tensors: tuple[StageTensors, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As one JSON document."""
@@ -88,32 +115,93 @@ class Comparison:
 
 
 def check_plan(
-    plan: Plan, memory_tolerance: float | None = None, stages: Sequence[int] | None = None
+    plan: Plan,
+    memory_tolerance: float | None = None,
+    stages: Sequence[int] | None = None,
+    *,
+    tensors: bool = False,
+    real: bool = False,
 ) -> Comparison:
     """Dry-run one rank of each distinct stage of ``plan`` and compare, experts under balanced routing.
 
-    Args: ``stages``: pipeline ranks to execute instead.
+    Args: ``stages``: pipeline ranks to execute instead. ``tensors``: say what every term is made of, not only
+    those that differ. ``real``: run a step for real too, on CPU ranks.
 
-    Raises: LayoutError: the runtime does not execute the plan, or it has no such stage.
+    Raises: LayoutError: the runtime does not execute the plan, it has no such stage, or it is too large for a
+    real step. RunFailedError: the real step failed.
     """
     check_trainable(plan.model, plan.job, plan.cluster, plan.layout)
     job = plan.job.model_copy(update={"expert_imbalance": 1.0})
     balanced = plan_of(plan.model, job, plan.cluster, plan.layout)
     tolerance = MEMORY_TOLERANCE if plan.model.moe is None else EXPERT_TOLERANCE
-    alike = _alike(balanced)
+    allowed = tolerance if memory_tolerance is None else memory_tolerance
+    alike, found = _alike(balanced), []
+    chosen = chosen_stages(balanced, stages)
+    for stage in chosen:
+        rank = global_rank(plan.layout, stage)
+        recorder = Recorder() if tensors else None
+        execution = dry_run(plan.model, job, plan.layout, rank, recorder=recorder)
+        stands_for = next(ranks for ranks in alike if stage in ranks)
+        each = compare(balanced, execution, allowed, stage, stands_for)
+        differing = {term.term for term in each.terms if not term.ok}
+        if differing and recorder is None:
+            recorder = Recorder()
+            dry_run(plan.model, job, plan.layout, rank, recorder=recorder)
+        if recorder is not None:
+            each = replace(each, tensors=_tensors(stage, recorder, None if tensors else differing))
+        found.append(each)
+    if real:
+        check_small(plan.layout, max(term.executed for each in found for term in each.terms))
+        steps = real_run(plan.model, job, plan.layout)
+        found = [with_real(plan, each, steps[each.stages[0].rank].execution) for each in found]
+    return joined(found)
+
+
+def chosen_stages(plan: Plan, stages: Sequence[int] | None = None) -> list[int]:
+    """The pipeline ranks asked for, else the fullest of each that hold the same.
+
+    Raises: LayoutError: there is no such stage.
+    """
     if stages is None:
-        stages = [_fullest(balanced, ranks) for ranks in alike]
-    elif unknown := [stage for stage in stages if not 0 <= stage < plan.layout.pp]:
+        return [_fullest(plan, ranks) for ranks in _alike(plan)]
+    if unknown := [stage for stage in stages if not 0 <= stage < plan.layout.pp]:
         raise LayoutError(
             f"stage {unknown[0]}: the plan has pp={plan.layout.pp}, choose from 0 to {plan.layout.pp - 1}"
         )
-    found = []
-    for stage in stages:
-        execution = dry_run(plan.model, job, plan.layout, global_rank(plan.layout, stage))
-        stands_for = next(ranks for ranks in alike if stage in ranks)
-        allowed = tolerance if memory_tolerance is None else memory_tolerance
-        found.append(compare(balanced, execution, allowed, stage, stands_for))
-    return joined(found)
+    return list(stages)
+
+
+def _tensors(stage: int, recorder: Recorder, terms: set[str] | None) -> tuple[StageTensors, ...]:
+    """What terms are made of at the recorded peak; all of them if the total is among them."""
+    history = History(recorder.recording)
+    groups = history.tensors(history.peak_event)
+    every = terms is None or "total" in terms
+    return tuple(
+        StageTensors(stage, **group.document()) for group in groups if every or group.kind in (terms or ())
+    )
+
+
+def with_real(plan: Plan, found: Comparison, step: Execution) -> Comparison:
+    """One stage's comparison with the third column, which has to agree with the second."""
+    terms = []
+    for term in found.terms:
+        held = step.at_rest if term.moment == "rest" else step.at_peak | {"total": step.peak}
+        allowed = 0.0 if term.moment == "rest" else REAL_TOLERANCE * step.peak
+        ok = term.ok and abs(held[term.term] - term.executed) <= allowed
+        terms.append(replace(term, real=held[term.term], ok=ok))
+    sent = _by_group(plan, step)
+    flows = []
+    for flow in found.traffic:
+        launches, payload = sent.pop((flow.axis, flow.collective), (0, 0))
+        ok = flow.ok and (launches, payload) == (flow.executed_launches, flow.executed_payload_bytes)
+        flows.append(replace(flow, real_launches=launches, real_payload_bytes=payload, ok=ok))
+    stage = found.stages[0].stage
+    flows += [
+        Flow(stage, *key, 0, 0, 0, 0, ok=False, real_payload_bytes=payload, real_launches=launches)
+        for key, (launches, payload) in sorted(sent.items())
+    ]
+    ok = all(term.ok for term in terms) and all(flow.ok for flow in flows)
+    return replace(found, terms=tuple(terms), traffic=tuple(flows), ok=ok)
 
 
 def joined(found: Sequence[Comparison]) -> Comparison:
@@ -125,6 +213,7 @@ def joined(found: Sequence[Comparison]) -> Comparison:
         stages=tuple(stage for each in found for stage in each.stages),
         terms=tuple(term for each in found for term in each.terms),
         traffic=tuple(flow for each in found for flow in each.traffic),
+        tensors=tuple(group for each in found for group in each.tensors),
         time=sum(each.time for each in found),
         host_memory=peak_host_memory(),
     )
@@ -132,8 +221,17 @@ def joined(found: Sequence[Comparison]) -> Comparison:
 
 def global_rank(layout: Layout, stage: int) -> int:
     """The first rank of a pipeline rank."""
+    return stage * _ranks_inside(layout)
+
+
+def stage_of(layout: Layout, rank: int) -> int:
+    """The pipeline rank of a rank."""
+    return rank // _ranks_inside(layout) % layout.pp
+
+
+def _ranks_inside(layout: Layout) -> int:
     inside = layout.order[layout.order.index("pp") + 1 :]
-    return stage * prod(int(getattr(layout, axis)) for axis in inside)
+    return prod(int(getattr(layout, axis)) for axis in inside)
 
 
 def compare(
@@ -241,6 +339,16 @@ def _group_of(plan: Plan, axis: str) -> str:
     return joined_axis(tuple(name for name in axis.split("+") if getattr(layout, name) > 1))
 
 
+def _by_group(plan: Plan, execution: Execution) -> dict[tuple[str, str], tuple[int, int]]:
+    """Launches and payload [B] by axis and collective."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for kind, sent in execution.traffic.items():
+        key = (_group_of(plan, kind.axis), kind.name)
+        launches, payload = found.get(key, (0, 0))
+        found[key] = launches + sent.launches, payload + sent.payload_bytes
+    return found
+
+
 def _flows(plan: Plan, table: LayoutTable, stage: Stage, execution: Execution) -> list[Flow]:
     predicted: dict[tuple[str, str], tuple[int, int]] = {}
     for flow in merged(traffic(plan.model, plan.job, table, stage)):
@@ -248,11 +356,7 @@ def _flows(plan: Plan, table: LayoutTable, stage: Stage, execution: Execution) -
             key = (_group_of(plan, flow.axis), flow.collective)
             launches, payload = predicted.get(key, (0, 0))
             predicted[key] = launches + int(flow.launches[0]), payload + int(flow.payload_bytes[0])
-    executed: dict[tuple[str, str], tuple[int, int]] = {}
-    for kind, sent in execution.traffic.items():
-        key = (_group_of(plan, kind.axis), kind.name)
-        launches, payload = executed.get(key, (0, 0))
-        executed[key] = launches + sent.launches, payload + sent.payload_bytes
+    executed = _by_group(plan, execution)
     rows = []
     for axis, collective in sorted(predicted.keys() | executed.keys()):
         launches, payload = predicted.get((axis, collective), (0, 0))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.run.meter import ACTIVATIONS, KINDS
-from shardwright.run.recorder import Life, Recording
+from shardwright.run.recorder import OPTIMIZER_STEP, START, Life, Recording
 
 T = TypeVar("T")
 
@@ -45,11 +45,6 @@ class Sample(NamedTuple):
     event: int
     phase: str
     held: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """All kinds together [B]."""
-        return sum(self.held.values())
 
 
 class History:
@@ -92,18 +87,16 @@ class History:
 
     def samples(self, most: int) -> list[Sample]:
         """The timeline in at most ``most`` moments: of equally many events in a row the one that holds most,
-        so that the peak is one of them."""
+        so that the peak is one of them. The optimizer, which makes nothing, is not left out. It starts
+        with all in place that exists before."""
         totals = self.held.sum(1)
-        edges = np.linspace(0, len(totals), min(most, len(totals)) + 1).astype(int)
-        highest = [int(low + totals[low:high].argmax()) for low, high in pairwise(edges)]
-        return [self.sample(event) for event in highest]
-
-    def phases(self) -> list[tuple[str, int]]:
-        """The parts of the step in their order, each with the number of the event that begins it."""
-        found: list[tuple[str, int]] = []
-        for number, event in enumerate(self.events):
-            if not found or found[-1][0] != event.phase:
-                found.append((event.phase, number))
+        first = max(sum(event.phase == START for event in self.events) - 1, 0)
+        edges = np.linspace(first, len(totals), min(most, len(totals) - first) + 1).astype(int)
+        found = []
+        for low, high in pairwise(edges):
+            sample = self.sample(int(low + totals[low:high].argmax()))
+            updates = any(event.phase == OPTIMIZER_STEP for event in self.events[low:high])
+            found.append(sample._replace(phase=OPTIMIZER_STEP) if updates else sample)
         return found
 
     def moment(self, event: int) -> str:

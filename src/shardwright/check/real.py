@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shardwright.check.dryrun import Execution, made_up_microbatches
+from shardwright.cluster import host_memory
 from shardwright.errors import LayoutError
 from shardwright.job import Job
 from shardwright.layout import Layout
@@ -34,8 +35,8 @@ class RealStep(NamedTuple):
     recording: Recording | None
 
 
-def check_small(layout: Layout, rank_bytes: float, memory: float) -> None:
-    """Refuse to run what this machine cannot: ``rank_bytes`` of each rank in ``memory`` [B].
+def check_small(layout: Layout, rank_bytes: float, memory: float | None = None) -> None:
+    """Refuse to run what this machine cannot: ``rank_bytes`` of each rank in its ``memory`` [B].
 
     Raises: LayoutError
     """
@@ -43,7 +44,7 @@ def check_small(layout: Layout, rank_bytes: float, memory: float) -> None:
         raise LayoutError(
             f"layout has {layout.ranks} ranks, a real step runs on at most {MOST_RANKS}: leave out --real"
         )
-    needed = rank_bytes * layout.ranks
+    needed, memory = rank_bytes * layout.ranks, memory or host_memory()
     if needed > memory:
         raise LayoutError(
             f"{layout.ranks} ranks hold {format_bytes(needed)}, this machine has {format_bytes(memory)}: "

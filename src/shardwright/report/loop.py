@@ -8,8 +8,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.report.check import check_report
 from shardwright.report.plan import plan_report
-from shardwright.report.terminal import bar, check_report, predicted_against_measured, sparkline
+from shardwright.report.terminal import bar, predicted_against_measured, sparkline
 from shardwright.units import format_bytes, format_count
 
 

@@ -72,65 +72,6 @@ def params_report(document: Mapping[str, Any]) -> RenderableType:
     return Group(Text(head, style="bold"), tensors)
 
 
-def check_report(document: Mapping[str, Any]) -> RenderableType:
-    """Ledger beside execution; of a pipeline rank by rank."""
-    several = len(document["stages"]) > 1
-    rank = ("pipeline rank",) if several else ()
-    title = "memory of the ranks" if several else "memory of one rank"
-    columns = ("term", "moment", "predicted", "executed", "difference", "")
-    terms = table(title, *rank, *columns, text_columns=2 + several)
-    for term in document["terms"]:
-        terms.add_row(
-            *((str(term["stage"]),) if several else ()),
-            term["term"],
-            term["moment"],
-            f"{term['predicted']:,}",
-            f"{term['executed']:,}",
-            f"{term['difference']:+,}" if term["difference"] else "equal",
-            _verdict(term["ok"]),
-        )
-    columns = ("axis", "collective", "predicted", "executed", "launches", "")
-    flows = table("traffic of a step", *rank, *columns, text_columns=2 + several)
-    for flow in document["traffic"]:
-        flows.add_row(
-            *((str(flow["stage"]),) if several else ()),
-            flow["axis"],
-            flow["collective"],
-            f"{flow['predicted_payload_bytes']:,} B",
-            f"{flow['executed_payload_bytes']:,} B",
-            f"{flow['predicted_launches']:,} / {flow['executed_launches']:,}",
-            _verdict(flow["ok"]),
-        )
-    verdict = "the ledger is what the program does" if document["ok"] else "the ledger and the program differ"
-    style = "bold green" if document["ok"] else "bold red"
-    return Group(terms, flows, Text(_check_foot(document), style="dim"), Text(verdict, style=style))
-
-
-def _check_foot(document: Mapping[str, Any]) -> str:
-    """What was executed, where it peaked, and what was allowed."""
-    memory = (
-        "" if document["host_memory"] is None else f", {format_bytes(document['host_memory'])} of host memory"
-    )
-    foot = (
-        f"peak at {document['peak_moment']}; dry run took {format_time(document['time'])}{memory}; "
-        f"tolerance at the peak {document['tolerance']['memory']:.1%} of it, at rest and in traffic none"
-    )
-    for stage in document["stages"]:
-        others = [str(rank) for rank in stage["stands_for"] if rank != stage["stage"]]
-        if others:
-            foot += f"; pipeline rank {stage['stage']} stands for {', '.join(others)}"
-    if document["microbatches_executed"] < document["microbatches"]:
-        foot += (
-            f"; {document['microbatches_executed']} of {document['microbatches']} microbatches executed, "
-            "the others repeat the second"
-        )
-    return foot
-
-
-def _verdict(ok: bool) -> Text:
-    return Text("ok", style="green") if ok else Text("DIFFERS", style="bold red")
-
-
 def train_report(document: Mapping[str, Any]) -> RenderableType:
     """One run, predicted against measured."""
     losses = document["losses"]

@@ -38,14 +38,20 @@ def plan_document(**changes):
     return find(MODEL, JOB, CLUSTER, {"dp_shard": 2}).document | changes
 
 
-def check_document(ok=True):
+def check_document(ok=True, real=False):
     terms = ["parameters", "gradients", "optimizer", "total"]
     differing = [{"term": "total", "moment": "peak", "predicted": 900, "executed": 1000}]
     return {
         "ok": ok,
         "stages": [{"stage": 0, "rank": 0, "stands_for": [0]}],
         "terms": [
-            {"stage": 0, "difference": row["predicted"] - row["executed"], "ok": ok, **row}
+            {
+                "stage": 0,
+                "difference": row["predicted"] - row["executed"],
+                "ok": ok,
+                "real": row["executed"] + 7 if real else None,
+                **row,
+            }
             for row in [
                 *(
                     {"term": term, "moment": "rest", "predicted": 10**9, "executed": 10**9}
@@ -62,9 +68,23 @@ def check_document(ok=True):
                 "executed_payload_bytes": 123456789 if ok else 1,
                 "predicted_launches": 14,
                 "executed_launches": 14,
+                "real_payload_bytes": 123456788 if real else None,
+                "real_launches": 15 if real else None,
                 "ok": ok,
+                "stage": 0,
             }
         ],
+        "tensors": [
+            {
+                "stage": 0,
+                "kind": "activations",
+                "module": "model.layers.N.mlp",
+                "source": "run/kernels.py:12",
+                "count": 1234,
+                "bytes": 56789,
+            }
+        ]
+        * (not ok),
         "peak_moment": "last microbatch: layer 3, SwiGLU backward",
         "tolerance": {"memory": 0.02, "traffic": 0.0},
         "microbatches": 8,
@@ -110,6 +130,15 @@ def test_check_report_marks_what_differs(width, ok):
     assert "-100" in text
     assert "dry run took 1,250.0 ms, 0.50 GiB of host memory" in words_of(text)
     assert "3 of 8 microbatches executed, the others repeat the second" in words_of(text)
+    assert ("model.layers.N.mlp run/kernels.py:12 1,234 56,789" in words_of(text)) == (not ok)
+    assert "real" not in text
+
+
+def test_check_report_has_a_real_step_as_third_column():
+    text = words_of(text_of(terminal.check_report(check_document(real=True))))
+    assert "executed real difference" in text
+    assert "900 1,000 1,007 -100" in text
+    assert "123,456,789 B 123,456,789 B 123,456,788 B 14 / 14 / 15" in text
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -54,7 +54,9 @@ def step_histories(
     check_trainable(plan.model, plan.job, plan.cluster, plan.layout)
     job = plan.job.model_copy(update={"expert_imbalance": 1.0})
     if rank is not None and not 0 <= rank < plan.layout.ranks:
-        raise LayoutError(f"rank {rank}: the plan has {plan.layout.ranks}, choose from 0 to one less")
+        raise LayoutError(
+            f"rank {rank}: the plan has {plan.layout.ranks} ranks, choose from 0 to {plan.layout.ranks - 1}"
+        )
     found = []
     if rank is not None:
         wanted = [rank]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from shardwright.report.tables import table
@@ -22,8 +22,8 @@ KINDS = {
 PHASES = {"start": " ", "between": ".", "forward": "F", "backward": "B", "optimizer": "O"}
 """Parts of a step: letter."""
 
-WIDTH, HEIGHT = 96, 16
-"""Of the chart, in characters."""
+WIDTH, HEIGHT, MARGIN = 96, 16, 13
+"""Of the chart, in characters: at most so wide, and what is left of it."""
 
 GROUPS = 16
 """Largest groups of tensors that are listed."""
@@ -36,11 +36,10 @@ def memory_report(document: Mapping[str, Any]) -> RenderableType:
 
 
 def _stage(document: Mapping[str, Any], stage: Mapping[str, Any]) -> list[RenderableType]:
-    samples = columns(stage["timeline"], WIDTH)
     peak = f"peak {format_bytes(stage['peak'])} ({stage['peak']:,} B) in {stage['peak_moment']}"
     parts: list[RenderableType] = [
         Text(f"\nstage {stage['stage']}, rank {stage['rank']}: {peak}", style="bold"),
-        chart(samples, stage["peak"]),
+        Chart(stage),
         _legend(stage),
         tensors_table(stage["tensors"], "tensors at the peak"),
     ]
@@ -48,6 +47,17 @@ def _stage(document: Mapping[str, Any], stage: Mapping[str, Any]) -> list[Render
     if left_out:
         parts.append(Text(f"{left_out} microbatches more repeat the second", style="dim"))
     return parts
+
+
+class Chart:
+    """The timeline of a stage, as wide as there is room."""
+
+    def __init__(self, stage: Mapping[str, Any]) -> None:
+        self.stage = stage
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(WIDTH, options.max_width - MARGIN)
+        yield chart(columns(self.stage["timeline"], width), self.stage["peak"])
 
 
 def columns(timeline: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
@@ -79,7 +89,7 @@ def chart(samples: Sequence[Mapping[str, Any]], peak: int) -> Text:
         made.append("\n")
     strip = "".join(PHASES[sample["phase"]] for sample in samples)
     highest = max(range(len(samples)), key=lambda column: total(samples[column]))
-    made.append(f"{'':>11} +{'-' * len(samples)}\n{'':>13}{strip}\n{'':>13}{' ' * highest}^ peak")
+    made.append(f"{'':>11} +{'-' * len(samples)}\n{'':>13}{strip}\n{'':>13}{' ' * highest}^")
     return made
 
 
@@ -93,7 +103,7 @@ def _cell(held: Mapping[str, int], height: float) -> tuple[str, str]:
 
 
 def _legend(stage: Mapping[str, Any]) -> Text:
-    made = Text(f"{'':>13}F forward, B backward, O optimizer, . between them; at the peak: ")
+    made = Text("F forward, B backward, O optimizer, . between them; at the peak ^: ")
     for kind, (character, colour) in KINDS.items():
         if stage["peak_held"][kind]:
             made.append(f"{character} ", colour)

@@ -214,7 +214,7 @@ def test_a_malformed_plan(run, plan_file, tmp_path, command, old, new, part):
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
 
 
-@pytest.mark.parametrize("command", ["explain", "check", "train"])
+@pytest.mark.parametrize("command", ["explain", "check", "memory", "train"])
 def test_a_plan_that_is_not_there(run, tmp_path, command):
     refused(
         run(command, "p.toml"),
@@ -275,7 +275,7 @@ def test_training_that_cannot_start_leaves_no_folder(run, plan_file, tmp_path, o
     ],
     ids=["lora", "accounting"],
 )
-@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("command", ["train", "check", "memory"])
 def test_what_is_only_modelled_is_refused(run, plan_file, change, part, command):
     plan = load_plan(plan_file)
     job = Job.checked(plan.job.model_dump() | change)
@@ -292,6 +292,12 @@ def test_pipelines_train_and_are_not_compared(run, tmp_path, one_thread):
     assert run("explain", "p.toml").status == 0
     trained = run("train", "p.toml", "--steps=2", "--json")
     assert (trained.status, len(trained.document["losses"])) == (0, 2)
+
+
+def test_memory_of_what_the_plan_has_not(run, plan_file, one_thread):
+    refused(run("memory", plan_file, "--stage=1"), "stage 1: the plan has pp=1, choose from 0 to 0")
+    refused(run("memory", plan_file, "--rank=2"), "rank 2: the plan has 2 ranks, choose from 0 to 1")
+    refused(run("memory", plan_file, "-o", "a.png"), "output a.png ends in '.png': use .html or .svg for a")
 
 
 def test_a_plan_for_gpus_that_are_not_here(run, tmp_path, monkeypatch):
@@ -315,6 +321,7 @@ NO_TORCH = "import sys; sys.modules['torch'] = None"
     [
         (["train", "plan.toml"], "train"),
         (["check", "plan.toml"], "check"),
+        (["memory", "plan.toml"], "memory"),
         (["loop"], "loop"),
         (["plan", "bytes-5m", *JOB, "--gpus=2", "--measure"], "measuring this machine"),
     ],

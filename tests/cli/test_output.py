@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 
@@ -113,6 +114,33 @@ def test_check_document(run, plan_file, one_thread):
         "predicted_launches",
         "executed_launches",
     } <= document["traffic"][0].keys()
+
+
+def test_check_says_what_terms_are_made_of_and_runs_a_real_step(run, plan_file, one_thread):
+    assert run("check", plan_file, "--json").document["tensors"] == []
+    document = run("check", plan_file, "--tensors", "--real", "--json").document
+    assert document["ok"]
+    total = next(term for term in document["terms"] if term["term"] == "total")
+    assert total["real"] == pytest.approx(total["executed"], rel=0.01)
+    assert sum(group["bytes"] for group in document["tensors"]) == total["executed"]
+    assert document["tensors"][0].keys() == {"stage", "kind", "module", "source", "count", "bytes"}
+    for flow in document["traffic"]:
+        assert flow["real_payload_bytes"] == flow["executed_payload_bytes"]
+        assert flow["real_launches"] == flow["executed_launches"]
+
+
+def test_memory(run, plan_file, tmp_path, one_thread):
+    """Document, chart, picture and snapshot of one step."""
+    outcome = run("memory", plan_file, "-o", "step.svg", "--json")
+    assert (outcome.status, outcome.err) == (0, "wrote step.svg\n")
+    (stage,) = outcome.document["stages"]
+    assert {"stage", "rank", "peak", "peak_moment", "peak_held", "tensors", "timeline"} <= stage.keys()
+    assert max(sum(sample["held"].values()) for sample in stage["timeline"]) == stage["peak"]
+    assert stage["peak_moment"] in (tmp_path / "step.svg").read_text()
+    text = run("memory", plan_file, "--rank=1", "-o", "step.pickle").out
+    assert "stage 0, rank 1: peak 1.28 MiB (" in text
+    trace = pickle.loads((tmp_path / "step.pickle").read_bytes())["device_traces"][0]
+    assert {"alloc", "free_requested", "free_completed"} <= {event["action"] for event in trace}
 
 
 def test_a_difference_is_status_1_and_the_document_is_whole(run, plan_file, one_thread, monkeypatch):

@@ -2,7 +2,7 @@
 
 A Work of gloo holds its tensor as long as the program keeps the Work, and one of NCCL until it is waited for;
 those of the fake process group hold nothing. It matters to pipelines: torch's schedules of several stages a
-rank keep every send of a step to its end, so that what they sent stays.
+rank would keep every send of a step to its end (run/pp.py:Outbox does not), 1F1B keeps the last.
 """
 
 import contextlib

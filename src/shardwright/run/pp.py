@@ -56,12 +56,72 @@ def border(layout: Layout, job: Job, model: ModelSpec) -> Border:
     return (layout.micro_batch, seq, model.hidden), PRECISION_DTYPE[job.precision]
 
 
+class Outbox:
+    """Sends of a stage under a schedule that would keep them all, with what they send, to the step's end.
+
+    An output has left when its gradient has come. A gradient is waited for before the next one: torch places
+    a receive beside its send, so that no rank gets there before it can be received.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, list[dist.Work]] = {}
+        self.gradient: list[dist.Work] = []
+
+    def send_output(self, microbatch: int, ops: Sequence[dist.P2POp]) -> None:
+        """Start to send what the next stage goes on with."""
+        self.outputs[microbatch] = _started(ops)
+
+    def send_gradient(self, ops: Sequence[dist.P2POp]) -> None:
+        """Start to send what the stage before goes on with."""
+        _wait(self.gradient)
+        self.gradient = _started(ops)
+
+    def has_come_back(self, microbatch: int) -> None:
+        """Let go of an output whose gradient is there."""
+        _wait(self.outputs.pop(microbatch, []))
+
+    def empty(self) -> None:
+        """Wait for what is left."""
+        for microbatch in list(self.outputs):
+            self.has_come_back(microbatch)
+        _wait(self.gradient)
+        self.gradient = []
+
+
+def _started(ops: Sequence[dist.P2POp]) -> list[dist.Work]:
+    return [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
 class Stage(PipelineStage):
     """A stage that holds what it receives from its neighbours only while a microbatch needs it: torch makes
-    buffers for all microbatches in the first step and keeps them.
+    buffers for all microbatches in the first step and keeps them. So too what it sends, through ``outbox``
+    where it has one.
 
     Its blocks are recomputed once in each of the two backward passes of a zero-bubble step.
     """
+
+    outbox: Outbox | None = None
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Ops that send the outputs of one microbatch, which are left to do."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        if self.outbox is None:
+            return ops
+        self.outbox.send_output(fwd_chunk_id, ops)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Ops that send the gradients of the inputs of one microbatch, which are left to do."""
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        if self.outbox is None:
+            return ops
+        self.outbox.send_gradient(ops)
+        return []
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -91,6 +151,8 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward pass of one microbatch, or the part of it that finds the gradients of the inputs."""
+        if self.outbox is not None:
+            self.outbox.has_come_back(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _release(self.grad_recv_info.get(bwd_chunk_id, ()))
 
@@ -136,6 +198,9 @@ class Pipeline:
         ]
         kind = get_schedule_class(layout.schedule)
         single = issubclass(kind, PipelineScheduleSingle)
+        if not single:
+            for part in self.parts:
+                part.outbox = Outbox()
         self.has_first, self.has_last = 0 in numbers, last in numbers
         self.schedule = kind(
             self.parts[0] if single else self.parts,
@@ -179,6 +244,9 @@ class Pipeline:
             document_BS=documents,
             global_tokens=global_tokens,
         )
+        for part in self.parts:
+            if part.outbox is not None:
+                part.outbox.empty()
         return losses
 
     def _total(self, losses: list[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from shardwright.model import preset
 from shardwright.plan.finding import find
 from shardwright.plan.params import parameter_table
 from shardwright.report import loop, terminal
+from shardwright.report.check import check_report
 
 MODEL = preset("bytes-5m").model_copy(update={"name": "bytes [bold]5m[/bold]"})
 JOB = Job(seq=64, global_batch=8, precision="fp32")

@@ -89,7 +89,8 @@ class Outbox:
 
 
 def _started(ops: Sequence[dist.P2POp]) -> list[dist.Work]:
-    return [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
+    """As a batch, as torch receives them: NCCL has other communicators for single sends."""
+    return dist.batch_isend_irecv(list(ops)) if ops else []
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

@@ -19,13 +19,15 @@ ROOMS = (
     *("hf_reader", "hf_families", "hf_config"),
     *("job", "cluster", "layout", "planfile"),
     *("data", "plan", "hf_meta", "derive", "run", "measure", "check", "doctor", "export", "report", "web"),
-    *("launcher", "cli_options", "cli_train_options", "cli"),
+    *("launcher", "cli_options", "cli_train_options", "cli_parity_options", "cli"),
 )
 """A room imports only from itself and from rooms to the left of it."""
 
 OUTSIDE = ("__init__", "__main__")
 
-PLANNER = frozenset(ROOMS[: ROOMS.index("plan") + 1]) | {"cli", "cli_options", "cli_train_options", "report"}
+PLANNER = frozenset(ROOMS[: ROOMS.index("plan") + 1]) | {
+    *("cli", "cli_options", "cli_train_options", "cli_parity_options", "report")
+}
 """Rooms that work on every system and without torch."""
 
 POSIX_ONLY = frozenset(
@@ -71,7 +73,7 @@ def test_a_room_imports_only_rooms_listed_above_it(path):
 def test_report_knows_documents_and_units_only(path):
     for name, line in imports(path):
         if name.split(".")[0] not in sys.stdlib_module_names:
-            assert name.startswith(("rich", "shardwright.units", "shardwright.report")), (
+            assert name.startswith(("rich", "plotly", "shardwright.units", "shardwright.report")), (
                 f"{path}:{line}: {name}"
             )
 

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 
 from shardwright import __version__
 from shardwright import cli_options as opt
+from shardwright import cli_parity_options as parity_opt
 from shardwright import cli_train_options as train_opt
 from shardwright.cluster import Cluster, device, device_names
 from shardwright.derive.spec import counted, model_of
@@ -32,6 +33,7 @@ from shardwright.report import terminal
 from shardwright.report.check import check_report
 from shardwright.report.explain import explain_report
 from shardwright.report.plan import nothing_report, pareto_plan_report, plan_report, why_report
+from shardwright.run.options import COLLECTIVE_TIMEOUT_S
 from shardwright.units import BANDWIDTH, HOUR, TIME, parse_count, parse_quantity
 
 if TYPE_CHECKING:
@@ -392,6 +394,38 @@ def memory(
             save_snapshot([each.history for each in found], output)
         _say(f"wrote {output}")
     _print(document, as_json, memory_report)
+
+
+@app.command()
+def parity(
+    a: parity_opt.A,
+    b: parity_opt.B,
+    steps: parity_opt.Steps = 5,
+    precision: parity_opt.Precision = parity_opt.PrecisionName.fp64,
+    data: opt.DataOption = None,
+    shrink: parity_opt.Shrink = False,
+    device_name: parity_opt.Device = parity_opt.DeviceName.cpu,
+    max_ranks: parity_opt.MaxRanks = 16,
+    timeout: train_opt.Timeout = COLLECTIVE_TIMEOUT_S,
+    picture: parity_opt.Picture = None,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Train two layouts a few steps, compare every gradient; exit status 1 and the cause if they differ."""
+    left, right = load_plan(a), load_plan(b)
+    parity_opt.check_picture(picture)
+    _need_torch("parity")
+    from shardwright.check.parity import Wishes, compare_runs
+    from shardwright.report.parity import parity_report
+    from shardwright.report.parity_picture import write_parity_picture
+
+    wishes = Wishes(steps, precision.value, data, device_name.value, max_ranks, timeout, shrink)
+    document = compare_runs(left, right, wishes, _say)
+    _print(document, as_json, parity_report)
+    if picture is not None:
+        write_parity_picture(document, picture)
+        _say(f"wrote {picture}")
+    if not document["ok"]:
+        raise AnswerIsNo(f"the layouts do not train the same model: {document['cause']}")
 
 
 @app.command()

@@ -99,7 +99,7 @@ def test_the_gravest_decision_of_all_ranks_is_every_rank_s():
 @pytest.fixture
 def poisoned(monkeypatch):
     """Make the loss of the last rank alone NaN in the third step, its gradients left as they are."""
-    build = train_module._build_stepper
+    build = train_module.build_stepper
 
     def poison(spec, job, layout, *args):
         stepper, device = build(spec, job, layout, *args)
@@ -114,7 +114,7 @@ def poisoned(monkeypatch):
     def is_last():
         return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
-    monkeypatch.setattr(train_module, "_build_stepper", poison)
+    monkeypatch.setattr(train_module, "build_stepper", poison)
 
 
 def trains(spec, job, layout, folder, options):

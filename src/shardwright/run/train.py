@@ -79,7 +79,7 @@ def train(
     """
     start = _agree_on_start(run_directory, job.steps, options)
     run_directory = start.folder
-    stepper, device = _build_stepper(spec, job, layout, device_type, compile_backend)
+    stepper, device = build_stepper(spec, job, layout, device_type, compile_backend)
     watch = Watch(options.on_nan, options.on_spike, start.recent, lambda action: _largest(action, device))
     stepper.admits = watch.admits
     if start.checkpoint is not None:
@@ -129,7 +129,7 @@ def _open_record(
     return Record(start.folder, stepper.job, layout, plan_text, tensorboard, lines)
 
 
-def _build_stepper(
+def build_stepper(
     spec: ModelSpec, job: Job, layout: Layout, device_type: str, compile_backend: str | None
 ) -> tuple[Stepper, torch.device]:
     """The model of this rank with its initial weights, ready to step, and the device it is on."""

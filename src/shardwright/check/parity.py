@@ -1,0 +1,360 @@
+"""Two layouts of one job, run for a few steps on real ranks: do they train the same model, and if not, why.
+
+Step 1 decides: every gradient, the loss and the norm, from the same weights and tokens. Loss curves alone
+prove nothing, for Adam hides a factor in all gradients. Where they differ, one plain process judges which is
+wrong.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from shardwright.check.cause import likely_cause
+from shardwright.check.evidence import (
+    Evidence,
+    ParameterEvidence,
+    RunEvidence,
+    SequenceWeights,
+    relative,
+    tolerance_of,
+)
+from shardwright.check.gathered import Gathered, Run
+from shardwright.check.gradients import compare, run_evidence, sketches
+from shardwright.check.same_job import LAYOUT_DEPENDENT, check_same_job, short_job
+from shardwright.check.shrink import shrunk_plans
+from shardwright.check.verdict import Cause
+from shardwright.check.weighting import sequence_weights
+from shardwright.cluster import cluster_of, host_memory
+from shardwright.errors import LayoutError
+from shardwright.job import Job
+from shardwright.layout import Layout
+from shardwright.model import ModelSpec
+from shardwright.plan.explain import predict
+from shardwright.plan.params import parameter_table
+from shardwright.plan.runnable import check_trainable
+from shardwright.planfile import Plan
+from shardwright.run.dataset import Batches, build_dataset, sample_indices
+from shardwright.run.launch import run_ranks
+from shardwright.run.options import COLLECTIVE_TIMEOUT_S
+from shardwright.run.probe import ONE_RANK, SequenceGradients, plain_gradients, probe
+from shardwright.units import format_bytes
+
+MOST_RANKS = 16
+"""Processes that are started without being asked to."""
+
+STEPS = 5
+"""Steps of a short run: with experts in fp64 two right runs then still agree to 1e-10."""
+
+ParityPrecision = Literal["fp64", "fp32", "bf16", "job"]
+
+
+class Wishes(NamedTuple):
+    """How two plans are run. ``precision`` job is the plans' own."""
+
+    steps: int = STEPS
+    precision: ParityPrecision = "fp64"
+    data: Path | None = None
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    most_ranks: int = MOST_RANKS
+    timeout: float = COLLECTIVE_TIMEOUT_S
+    shrink: bool = False  # a small model of the same kind instead of the plans'
+
+
+def compare_runs(a: Plan, b: Plan, wishes: Wishes, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run both plans and compare them; the JSON document of ``parity``.
+
+    Everything that can be wrong with the input is found before a rank exists. Gradients lie in a temporary
+    folder, which is gone when this returns or raises.
+
+    Raises: PlanFileError, JobError: the plans are not of one model and job. LayoutError: not runnable, too
+    many ranks, or more memory than there is. DataError, RunFailedError
+    """
+    check_same_job(a, b, own_precision=wishes.precision == "job")
+    changed = _changes(a, wishes)
+    if wishes.shrink:
+        a, b = shrunk_plans(a, b, own_data=wishes.data is not None)
+    job = short_job(a.job, wishes.steps, wishes.precision)
+    for name, plan in (("A", a), ("B", b)):
+        check_trainable(plan.model, job, plan.cluster, plan.layout)
+        check_size(name, plan, job, wishes)
+    dataset = build_dataset(wishes.data, a.model.vocab, job)
+    with tempfile.TemporaryDirectory(prefix="shardwright-parity-") as folder:
+        runs = []
+        for name, plan in (("A", a), ("B", b)):
+            own = Path(folder, name)
+            own.mkdir()
+            say(
+                f"{name}: [{plan.layout.label}] on {plan.layout.ranks} ranks, "
+                f"{job.steps} steps in {job.precision}"
+            )
+            runs.append(_run(name, a.model, job, plan.layout, dataset, own, wishes))
+        with Gathered(runs[0]) as left, Gathered(runs[1]) as right:
+            document = Comparison(a.model, job, dataset, left, right, Path(folder), say).document()
+    return document | {"changed": changed, "seq": job.seq, "global_batch": job.global_batch}
+
+
+def _changes(plan: Plan, wishes: Wishes) -> list[str]:
+    """What the runs have otherwise than the plans, for people."""
+    job, found = plan.job, []
+    if wishes.precision not in ("job", job.precision):
+        found.append(f"in {wishes.precision} instead of the plans' {job.precision}")
+    if wishes.shrink:
+        found.append(f"a small model of the kind of {plan.model.name}, and short sequences")
+    if job.optimizer == LAYOUT_DEPENDENT:
+        found.append(f"with adamw: {LAYOUT_DEPENDENT} quantises in blocks that depend on the layout")
+    return found
+
+
+def check_size(name: str, plan: Plan, job: Job, wishes: Wishes) -> None:
+    """Refuse what this machine cannot run.
+
+    Raises: LayoutError: more ranks than wished, than GPUs, or more memory than the host has; the way out.
+    """
+    ranks = plan.layout.ranks
+    if ranks > wishes.most_ranks:
+        raise LayoutError(
+            f"plan {name} [{plan.layout.label}] needs {ranks} ranks here, more than {wishes.most_ranks}: "
+            f"allow them with --max-ranks {ranks}, or plan the same axes at degree 2"
+        )
+    if wishes.device_type == "cuda":
+        here = torch.cuda.device_count()
+        if here < ranks:
+            raise LayoutError(f"plan {name} needs {ranks} GPUs, this machine has {here}: use --device cpu")
+        return
+    needed = predict(plan.model, job, cluster_of("cpu", ranks), plan.layout).memory.allocated * ranks
+    if needed > host_memory():
+        parameters = parameter_table(plan.model).parameters
+        raise LayoutError(
+            f"plan {name}: {parameters:,} parameters on {ranks} ranks hold {format_bytes(needed)} in "
+            f"{job.precision}, this machine has {format_bytes(host_memory())}: compare the same layouts of a "
+            "small model of this kind with --shrink"
+        )
+
+
+def _run(
+    name: str, model: ModelSpec, job: Job, layout: Layout, dataset: Batches, folder: Path, wishes: Wishes
+) -> Run:
+    found = run_ranks(
+        probe,
+        layout.ranks,
+        *(model, job, layout, dataset, folder, wishes.device_type, name),
+        device_type=wishes.device_type,
+        timeout_s=wishes.timeout,
+    )
+    return Run(layout, found, folder)
+
+
+class Judged(NamedTuple):
+    """Both runs beside one plain process: gradients of step 1, and the batch sequence by sequence."""
+
+    plain: RunEvidence
+    a: tuple[ParameterEvidence, ...]
+    b: tuple[ParameterEvidence, ...]
+    sequences: SequenceGradients
+
+
+class Comparison:
+    """Two runs beside each other, and the judge where they differ."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        job: Job,
+        dataset: Batches,
+        a: Gathered,
+        b: Gathered,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self.model, self.job, self.dataset, self.a, self.b = model, job, dataset, a, b
+        self.folder, self.say = folder, say
+        self.experts = model.moe is not None
+        self.tolerance = tolerance_of(job.precision, experts=self.experts)
+        self.parameters = compare(b, a, model, job.precision, self.tolerance)
+        self.runs = run_evidence(a, model, job), run_evidence(b, model, job)
+
+    def document(self) -> dict[str, Any]:
+        """All that was found, and the cause if something differs."""
+        ok = self.ok()
+        judged = None if ok else self.judge()
+        wrong = [] if judged is None else self.wrong(judged)
+        found = None if judged is None else self.cause(judged, wrong)
+        left, right = self.runs
+        worst = max(self.parameters, key=lambda p: (_size(p), p.name))
+        differences = [
+            _size(worst),
+            *_differences(left.losses, right.losses),
+            *_differences(left.norms, right.norms),
+        ]
+        return {
+            "ok": ok,
+            "model": self.model.name,
+            "parameters": parameter_table(self.model).parameters,
+            "precision": self.job.precision,
+            "steps": self.job.steps,
+            "tolerance": self.tolerance._asdict(),
+            "a": {"label": self.a.run.layout.label, "ranks": self.a.run.layout.ranks},
+            "b": {"label": self.b.run.layout.label, "ranks": self.b.run.layout.ranks},
+            "losses_a": _numbers(left.losses),
+            "losses_b": _numbers(right.losses),
+            "norms_a": _numbers(left.norms),
+            "norms_b": _numbers(right.norms),
+            "worst_gradient": self.row(worst),
+            "max_relative_difference": _number(max(differences)),
+            "differing_gradients": len(self.evidence(right, left, self.parameters).off),
+            "gradients": [self.row(parameter) for parameter in self.parameters],
+            "ranks_apart": {
+                "a": [entry._asdict() | {"axes": list(entry.axes)} for entry in left.apart],
+                "b": [entry._asdict() | {"axes": list(entry.axes)} for entry in right.apart],
+            },
+            "wrong": wrong,
+            "cause": None if found is None else found.key,
+            "certainty": None if found is None else found.certainty,
+            "explanation": None if found is None else found.text,
+            "candidates": [] if found is None else list(found.candidates),
+        }
+
+    def ok(self) -> bool:
+        """Whether the two are equal within the tolerance, and the ranks of each agree."""
+        left, right = self.runs
+        limits = self.tolerance
+        losses, norms = _differences(left.losses, right.losses), _differences(left.norms, right.norms)
+        return (
+            not self.evidence(right, left, self.parameters).off
+            and losses[0] <= limits.loss
+            and norms[0] <= limits.norm
+            and all(difference <= limits.later_loss for difference in losses)
+            and all(difference <= limits.later_norm for difference in norms)
+            and not any(self.at_odds(run) for run in self.runs)
+        )
+
+    def at_odds(self, run: RunEvidence) -> bool:
+        """Whether ranks of a run that should hold the same do not."""
+        loss, norm = run.ranks_differ
+        apart = any(not entry.difference <= self.tolerance.gradient for entry in run.apart)
+        return apart or not loss <= self.tolerance.loss or not norm <= self.tolerance.norm
+
+    def evidence(
+        self,
+        found: RunEvidence,
+        expected: RunEvidence,
+        parameters: tuple[ParameterEvidence, ...],
+        sequences: SequenceWeights | None = None,
+    ) -> Evidence:
+        """For check/cause.py."""
+        apart = tuple(entry for entry in found.apart if not entry.difference <= self.tolerance.gradient)
+        return Evidence(
+            found=found._replace(apart=apart),
+            expected=expected,
+            parameters=parameters,
+            tolerance=self.tolerance,
+            match=max(1e-6, self.tolerance.gradient),
+            sequences=sequences,
+            precision=self.job.precision,
+            experts=self.experts,
+        )
+
+    def judge(self) -> Judged:
+        """Run step 1 in one plain process."""
+        self.say("they differ: one plain process tells which is wrong ...")
+        folder = self.folder / "plain"
+        folder.mkdir()
+        exact = {"bf16": "fp32", "fp8": "fp32"}.get(self.job.precision, self.job.precision)
+        job = self.job.model_copy(update={"precision": exact})
+        width = 8 + 4 * self.job.global_batch // len(self.parameters)
+        ((probed, sequences),) = run_ranks(plain_gradients, 1, self.model, job, self.dataset, folder, width)
+        layout = ONE_RANK.model_copy(update={"micro_batch": self.job.global_batch})
+        with Gathered(Run(layout, [probed], folder)) as plain:
+            a, b = (
+                compare(run, plain, self.model, self.job.precision, self.tolerance)
+                for run in (self.a, self.b)
+            )
+            return Judged(run_evidence(plain, self.model, self.job), a, b, sequences)
+
+    def wrong(self, judged: Judged) -> list[str]:
+        """Which of the two differs from the plain process in step 1, or is at odds with itself."""
+        found = []
+        for name, run, parameters in zip("ab", self.runs, (judged.a, judged.b), strict=True):
+            off = self.evidence(run, judged.plain, parameters).off
+            loss = relative(run.losses[0], judged.plain.losses[0])
+            norm = relative(run.norms[0], run.true_norm)
+            bad = not loss <= self.tolerance.loss or not norm <= self.tolerance.norm
+            if off or bad or self.at_odds(run):
+                found.append(name)
+        return found
+
+    def cause(self, judged: Judged, wrong: Sequence[str]) -> Cause:
+        """Of the one that is wrong beside the plain process; of the pair, where step 1 has no fault."""
+        if not wrong:
+            left, right = self.runs
+            return likely_cause(self.evidence(right, left, self.parameters))
+        causes = {}
+        for name in wrong:
+            run, parameters, gathered = {
+                "a": (self.runs[0], judged.a, self.a),
+                "b": (self.runs[1], judged.b, self.b),
+            }[name]
+            weights = self._weights(gathered, judged.sequences)
+            causes[name] = likely_cause(self.evidence(run, judged.plain, parameters, weights))
+        if len(causes) == 1:
+            ((name, cause),) = causes.items()
+            return cause._replace(text=f"{name.upper()} is wrong: {cause.text}")
+        left_cause, right_cause = causes["a"], causes["b"]
+        text = f"both are wrong. A: {left_cause.text}. B: {right_cause.text}"
+        return right_cause._replace(text=text)
+
+    def _weights(self, gathered: Gathered, sequences: SequenceGradients) -> SequenceWeights | None:
+        """By how much each sequence counts in a run's gradients."""
+        match = max(1e-6, self.tolerance.gradient)
+        found = sketches(gathered, next(iter(sequences.sketches.values())).shape[1])
+        if found.keys() != sequences.sketches.keys():
+            return None
+        weights = sequence_weights(found, sequences.sketches, match)
+        if weights is None:
+            return None
+        layout = gathered.run.layout
+        places = {
+            index: (rank, microbatch)
+            for rank in range(layout.dp)
+            for microbatch, part in enumerate(sample_indices(layout, rank))
+            for index in part
+        }
+        ranks, microbatches = zip(*(places[index] for index in range(len(weights))), strict=True)
+        return SequenceWeights(weights, tuple(sequences.tokens), ranks, microbatches)
+
+    def row(self, parameter: ParameterEvidence) -> dict[str, Any]:
+        """One parameter of the document, with what splits it in either layout."""
+        first = self.a.whole(parameter.name)
+        return {
+            "name": parameter.name,
+            "difference": _number(_size(parameter)),
+            "ratio": _number(parameter.ratio),
+            "role": parameter.role,
+            "layer": parameter.layer,
+            "stage_a": first.stage,
+            "stage_b": parameter.stage,
+            "axes_a": list(first.axes),
+            "axes_b": list(parameter.axes),
+            "missing": parameter.missing,
+        }
+
+
+def _size(parameter: ParameterEvidence) -> float:
+    return float("inf") if math.isnan(parameter.difference) else parameter.difference
+
+
+def _differences(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [relative(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _number(value: float | None) -> float | None:
+    """A number, or None where it is none: JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _numbers(values: Sequence[float]) -> list[float | None]:
+    return [_number(value) for value in values]

@@ -28,9 +28,11 @@ def likely_cause(evidence: Evidence) -> Cause:
 
 
 def _other_input(evidence: Evidence) -> Cause | None:
-    tokens = evidence.found.tokens, evidence.expected.tokens
-    if all(tokens) and tokens[0] != tokens[1]:
-        text = f"step 1 has {tokens[0]} tokens that count in one run, {tokens[1]} in the other: other samples"
+    run, expected = evidence.found, evidence.expected
+    if run.digest and expected.digest and run.digest != expected.digest:
+        text = (
+            f"the runs were given other sequences in step 1 ({run.tokens} and {expected.tokens} tokens count)"
+        )
         return Cause("other_data", "certain", text)
     names = [parameter.name for parameter in evidence.parameters if parameter.other_start]
     if names:
@@ -39,6 +41,10 @@ def _other_input(evidence: Evidence) -> Cause | None:
 
 
 def _missing(evidence: Evidence) -> Cause | None:
+    zero = [p for p in evidence.off if p.ratio is not None and abs(p.ratio) <= evidence.match]
+    if zero and len(zero) == len(evidence.off):
+        names = _listed([parameter.name for parameter in zero])
+        return Cause("gradient_lost", "certain", f"gradients of {names} are zero: backward loses them")
     off = [parameter for parameter in evidence.parameters if parameter.missing]
     if not off:
         return None
@@ -77,12 +83,16 @@ def _one_factor(evidence: Evidence) -> Cause | None:
     powers = GRADIENT_POWERS if evidence.parameters else NORM_POWERS
     found = factors(ratio, evidence, powers)
     what = f"{'all gradients' if evidence.parameters else 'the gradient norm'} x {ratio:.6g}"
+    run = evidence.found
+    if run.divisor not in (0, run.tokens) and relative(ratio, run.tokens / run.divisor) <= evidence.match:
+        text = f"{what}: the loss is divided by {run.divisor}, and {run.tokens} tokens of the batch count"
+        return Cause("wrong_token_count", "certain", text, tuple(factor.name for factor in found))
     candidates = tuple(factor.name for factor in found)
     if not found:
         return Cause("scaled", "cannot_tell", f"{what}: a factor that is no power of a degree")
     texts = " or ".join(factor.text for factor in found)
     if len(found) > 1:
-        text = f"{what}: {texts}; change one of these degrees and look again"
+        text = f"{what}: {texts}"
         return Cause("scaled", "cannot_tell", text, candidates)
     if found[0].power in (0.5, -0.5):
         text = f"{what}: {texts}, as of a norm that is reduced once too often over ranks that hold the same"
@@ -186,9 +196,6 @@ def _lost_group(evidence: Evidence) -> Cause | None:
         return None
     group, names = _group_of(off, evidence), _listed([p.name for p in off])
     degrees = evidence.found.degrees
-    zero = all(parameter.ratio is not None and abs(parameter.ratio) < evidence.match for parameter in off)
-    if zero:
-        return Cause("gradient_lost", "certain", f"gradients of {names} are zero: backward loses them")
     if group in ("router", "norms", "biases", "whole_over_tp") and degrees.get("tp", 1) > 1:
         text = (
             f"only {names} are off, which every rank of tp holds whole and finds a share of: the sum over tp "

@@ -64,6 +64,7 @@ class Apart(NamedTuple):
 class RunEvidence(NamedTuple):
     """One run by itself. ``degrees`` of axes, with dp, microbatches, and stages.
 
+    ``tokens``: of the batch that count, ``divisor``: what step 1 took for them, ``digest``: of all its tokens.
     ``true_norm``: of the whole gradients of step 1; ``stage_norms``: of each stage's; ``rank_norm``: of what
     rank 0 holds; ``tied_norm``: of a tied matrix that two stages have. 0 where it is not known.
     ``ranks_differ``: largest relative difference of loss, and of norm, between ranks.
@@ -73,6 +74,8 @@ class RunEvidence(NamedTuple):
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     tokens: int = 0
+    divisor: int = 0
+    digest: int = 0
     positions: int = 0  # tokens of the batch, masked ones included
     true_norm: float = 0.0
     stage_norms: tuple[float, ...] = ()

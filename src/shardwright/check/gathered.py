@@ -74,7 +74,7 @@ class Gathered:
     def whole(self, name: str) -> Whole:
         """One parameter put together; the lowest rank that has a part speaks for it."""
         first, *_ = holders = self._holders[name]
-        axes = tuple(sorted({axis for holder in holders for axis in holder.piece.axes}))
+        stage, axes = self.place(name)
         gradient = np.zeros(first.piece.shape)
         owners: dict[tuple[object, ...], Holder] = {}
         apart, missing = 0.0, False
@@ -96,7 +96,14 @@ class Gathered:
             apart = max(apart, distance)
         sums = np.array([owner.piece.start for owner in owners.values()]).sum(0)
         start = (float(sums[0]), float(sums[1]))
-        return Whole(None if missing else gradient, first.piece.stage, axes, apart, apart_axes, start)
+        return Whole(None if missing else gradient, stage, axes, apart, apart_axes, start)
+
+    def place(self, name: str) -> tuple[int, tuple[str, ...]]:
+        """Stage of a parameter, and the axes that split it."""
+        holders = self._holders[name]
+        return holders[0].piece.stage, tuple(
+            sorted({axis for holder in holders for axis in holder.piece.axes})
+        )
 
     def copies(self, name: str) -> int:
         """Stages that have a copy of a parameter: 2 of a tied matrix in a pipeline."""

@@ -113,11 +113,14 @@ def run_evidence(gathered: Gathered, spec: ModelSpec, job: Job) -> RunEvidence:
         if gathered.copies(name) > 1:
             tied = square**0.5
     degrees = {axis: getattr(layout, axis) for axis in (*layout.order, "ep", "microbatches", "micro_batch")}
+    first = [rank for rank in ranks if not any(rank.coordinates.get(axis) for axis in ("pp", "cp", "tp"))]
     return RunEvidence(
         degrees=degrees,
         losses=tuple(ranks[0].losses),
         norms=tuple(ranks[0].norms),
-        tokens=ranks[0].tokens[0],
+        tokens=sum(rank.counted for rank in first),
+        divisor=ranks[0].divisor,
+        digest=sum(rank.digest for rank in first),
         positions=job.tokens_per_step,
         true_norm=sum(squares.values()) ** 0.5,
         stage_norms=tuple(squares[stage] ** 0.5 for stage in sorted(squares)),

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from shardwright.check.cause import likely_cause
+from shardwright.check.control import control_layouts, narrowed
 from shardwright.check.evidence import (
     Evidence,
     ParameterEvidence,
@@ -49,6 +50,9 @@ MOST_RANKS = 16
 STEPS = 5
 """Steps of a short run: with experts in fp64 two right runs then still agree to 1e-10."""
 
+MOST_CONTROLS = 2
+"""Runs of one step that are made to tell degrees apart."""
+
 ParityPrecision = Literal["fp64", "fp32", "bf16", "job"]
 
 
@@ -81,7 +85,11 @@ def compare_runs(a: Plan, b: Plan, wishes: Wishes, say: Callable[[str], None]) -
     for name, plan in (("A", a), ("B", b)):
         check_trainable(plan.model, job, plan.cluster, plan.layout)
         check_size(name, plan, job, wishes)
-    dataset = build_dataset(wishes.data, a.model.vocab, job)
+    model, dataset = a.model, build_dataset(wishes.data, a.model.vocab, job)
+
+    def run(name: str, job: Job, layout: Layout, folder: Path) -> Run:
+        return short_run(name, model, job, layout, dataset, folder, wishes)
+
     with tempfile.TemporaryDirectory(prefix="shardwright-parity-") as folder:
         runs = []
         for name, plan in (("A", a), ("B", b)):
@@ -91,9 +99,9 @@ def compare_runs(a: Plan, b: Plan, wishes: Wishes, say: Callable[[str], None]) -
                 f"{name}: [{plan.layout.label}] on {plan.layout.ranks} ranks, "
                 f"{job.steps} steps in {job.precision}"
             )
-            runs.append(_run(name, a.model, job, plan.layout, dataset, own, wishes))
+            runs.append(run(name, job, plan.layout, own))
         with Gathered(runs[0]) as left, Gathered(runs[1]) as right:
-            document = Comparison(a.model, job, dataset, left, right, Path(folder), say).document()
+            document = Comparison(model, job, dataset, left, right, Path(folder), run, say).document()
     return document | {"changed": changed, "seq": job.seq, "global_batch": job.global_batch}
 
 
@@ -135,9 +143,10 @@ def check_size(name: str, plan: Plan, job: Job, wishes: Wishes) -> None:
         )
 
 
-def _run(
+def short_run(
     name: str, model: ModelSpec, job: Job, layout: Layout, dataset: Batches, folder: Path, wishes: Wishes
 ) -> Run:
+    """A few steps of a layout on local ranks, which leave their gradients in ``folder``."""
     found = run_ranks(
         probe,
         layout.ranks,
@@ -168,8 +177,11 @@ class Comparison:
         a: Gathered,
         b: Gathered,
         folder: Path,
+        run: Callable[[str, Job, Layout, Path], Run],
         say: Callable[[str], None],
     ) -> None:
+        """``run`` makes a short run, given its name, job, layout and a folder for it."""
+        self.run = run
         self.model, self.job, self.dataset, self.a, self.b = model, job, dataset, a, b
         self.folder, self.say = folder, say
         self.experts = model.moe is not None
@@ -268,7 +280,8 @@ class Comparison:
         width = 8 + 4 * self.job.global_batch // len(self.parameters)
         ((probed, sequences),) = run_ranks(plain_gradients, 1, self.model, job, self.dataset, folder, width)
         layout = ONE_RANK.model_copy(update={"micro_batch": self.job.global_batch})
-        with Gathered(Run(layout, [probed], folder)) as plain:
+        self.plain = Run(layout, [probed], folder)
+        with Gathered(self.plain) as plain:
             a, b = (
                 compare(run, plain, self.model, self.job.precision, self.tolerance)
                 for run in (self.a, self.b)
@@ -299,13 +312,32 @@ class Comparison:
                 "b": (self.runs[1], judged.b, self.b),
             }[name]
             weights = self._weights(gathered, judged.sequences)
-            causes[name] = likely_cause(self.evidence(run, judged.plain, parameters, weights))
+            cause = likely_cause(self.evidence(run, judged.plain, parameters, weights))
+            causes[name] = self.told_apart(cause, gathered.run.layout)
         if len(causes) == 1:
             ((name, cause),) = causes.items()
             return cause._replace(text=f"{name.upper()} is wrong: {cause.text}")
         left_cause, right_cause = causes["a"], causes["b"]
         text = f"both are wrong. A: {left_cause.text}. B: {right_cause.text}"
         return right_cause._replace(text=text)
+
+    def told_apart(self, cause: Cause, layout: Layout) -> Cause:
+        """Of several degrees that explain a factor, those that still do when one of them is changed."""
+        for number, control in enumerate(control_layouts(layout, cause.candidates, self.model, self.job)):
+            if len(cause.candidates) < 2 or number == MOST_CONTROLS:
+                break
+            self.say(f"to tell {' from '.join(cause.candidates)}: [{control.label}]")
+            folder = self.folder / f"control-{control.label.replace(' ', '-')}"
+            folder.mkdir(exist_ok=True)
+            job = self.job.model_copy(update={"steps": 1, "warmup_steps": 0})
+            run = self.run("control", job, control, folder)
+            with Gathered(run) as gathered, Gathered(self.plain) as plain:
+                parameters = compare(gathered, plain, self.model, job.precision, self.tolerance)
+                evidence = self.evidence(
+                    run_evidence(gathered, self.model, job), run_evidence(plain, self.model, job), parameters
+                )
+                cause = narrowed(cause, likely_cause(evidence), control)
+        return cause
 
     def _weights(self, gathered: Gathered, sequences: SequenceGradients) -> SequenceWeights | None:
         """By how much each sequence counts in a run's gradients."""
@@ -328,16 +360,16 @@ class Comparison:
 
     def row(self, parameter: ParameterEvidence) -> dict[str, Any]:
         """One parameter of the document, with what splits it in either layout."""
-        first = self.a.whole(parameter.name)
+        stage, axes = self.a.place(parameter.name)
         return {
             "name": parameter.name,
             "difference": _number(_size(parameter)),
             "ratio": _number(parameter.ratio),
             "role": parameter.role,
             "layer": parameter.layer,
-            "stage_a": first.stage,
+            "stage_a": stage,
             "stage_b": parameter.stage,
-            "axes_a": list(first.axes),
+            "axes_a": list(axes),
             "axes_b": list(parameter.axes),
             "missing": parameter.missing,
         }

@@ -63,8 +63,10 @@ def weighting_cause(evidence: Evidence) -> Cause | None:
             text = (
                 f"the loss divides {words}, not by those of the global batch: a token of sequence {heavy} "
                 f"({sequences.tokens[heavy]} tokens) counts {weights[heavy] / weights[light]:.3g} times one "
-                f"of sequence {light} ({sequences.tokens[light]}); all x {scale:.4g}"
+                f"of sequence {light} ({sequences.tokens[light]})"
             )
+            if relative(scale, 1.0) > evidence.match:
+                text += f"; and parts are added up where a mean belongs: all x {scale:.4g}"
             return Cause(f"loss_per_{part}", "certain", text)
     return _dropped(sequences, counted, evidence.match)
 

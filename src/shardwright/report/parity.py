@@ -73,7 +73,8 @@ def _verdict(document: Mapping[str, Any]) -> list[RenderableType]:
     limits, worst = document["tolerance"], document["worst_gradient"]
     allowed = (
         f"tolerance in {document['precision']}: gradients {limits['gradient']:g}, loss "
-        f"{limits['loss']:g}, norm {limits['norm']:g}, in later steps {limits['later_loss']:g} and {limits['later_norm']:g}, relative"
+        f"{limits['loss']:g}, norm {limits['norm']:g}, in later steps {limits['later_loss']:g} and "
+        f"{limits['later_norm']:g}, relative"
     )
     parts: list[RenderableType] = [Text(allowed, style="dim")]
     if document["ok"]:

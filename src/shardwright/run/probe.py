@@ -9,7 +9,7 @@ B sequences of the global batch, S tokens, V vocabulary.
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.run.dataset import MASKED, Batches
+from shardwright.run.dataset import MASKED, Batches, Sample
 from shardwright.run.dp import parameter_dtype
 from shardwright.run.expert_load import apply_balance
 from shardwright.run.init import initialise, local_part, table_name
@@ -51,12 +51,18 @@ class Piece(NamedTuple):
 
 
 class RankProbe(NamedTuple):
-    """What one rank found: where it is in the mesh, its losses and norms, and what is in its file."""
+    """What one rank found: where it is in the mesh, its losses and norms, and what is in its file.
+
+    ``counted``: tokens of its own sequences in step 1 that count; ``divisor``: what the step took for those of
+    the whole batch; ``digest``: of its tokens and targets.
+    """
 
     coordinates: dict[str, int]
     losses: list[float]
     norms: list[float]
-    tokens: list[int]
+    counted: int
+    divisor: int
+    digest: int
     pieces: dict[str, Piece]
 
 
@@ -84,17 +90,34 @@ def probe(
         return True
 
     stepper.admits = keep
-    losses, norms, tokens = [], [], []
+    losses, norms, divisors = [], [], []
+    first = dataset.microbatches(0, layout, stepper.mesh.data.get_local_rank())
     for index in range(job.steps):
         samples = dataset.microbatches(index, layout, stepper.mesh.data.get_local_rank())
         found = stepper.step(index, to_device(samples, device_type))
         losses.append(found.loss)
         norms.append(found.gradient_norm)
-        tokens.append(found.tokens)
+        divisors.append(found.tokens)
         if dist.get_rank() == 0:
             step = f"{name}: step {index + 1} of {job.steps}"
             print(f"{step}, loss {found.loss:.6f}, gradient norm {found.gradient_norm:.6f}", file=sys.stderr)
-    return RankProbe(_coordinates(stepper.mesh), losses, norms, tokens, pieces)
+    place = _coordinates(stepper.mesh)
+    return RankProbe(place, losses, norms, counted(first), divisors[0], digest(first), pieces)
+
+
+def counted(samples: Iterable[Sample]) -> int:
+    """Tokens that count."""
+    return int(sum((sample.targets != MASKED).sum() for sample in samples))
+
+
+def digest(samples: Iterable[Sample]) -> int:
+    """Tells sequences with their targets from others, in any order and split: a sum over sequences."""
+    total = 0
+    for sample in samples:
+        for tokens, targets in zip(sample.tokens, sample.targets, strict=True):
+            found = hashlib.sha256(tokens.tobytes() + targets.tobytes()).digest()
+            total += int.from_bytes(found[:8], "little")
+    return total
 
 
 def _coordinates(mesh: RankMesh) -> dict[str, int]:
@@ -189,8 +212,8 @@ def plain_gradients(
     initialise(model, job.seed, torch.device("cpu"))
     apply_balance(model, job.router_aux_weight, job.global_batch)
     layout = ONE_RANK.model_copy(update={"microbatches": job.global_batch})
-    batches = to_device(dataset.microbatches(0, layout, 0), "cpu")
-    counts = [int((batch.targets != MASKED).sum()) for batch in batches]
+    samples = dataset.microbatches(0, layout, 0)
+    batches, counts = to_device(samples, "cpu"), [counted([sample]) for sample in samples]
     total = max(sum(counts), 1)
     parameters = dict(model.named_parameters())
     starts = {name: _sums(parameter) for name, parameter in parameters.items()}
@@ -220,5 +243,5 @@ def plain_gradients(
         name: Piece(name, 0, tuple(p.shape), tuple(map(range, p.shape)), (), starts[name], True)
         for name, p in parameters.items()
     }
-    found = RankProbe({}, [sum(losses) / total], [norm], [sum(counts)], pieces)
+    found = RankProbe({}, [sum(losses) / total], [norm], sum(counts), total, digest(samples), pieces)
     return found, SequenceGradients(losses, counts, sketches)

@@ -1,4 +1,4 @@
-"""Runs that tell one degree from another: where a factor of 2 may be dp or accumulation, one of them is changed."""
+"""Runs that tell degrees apart: where a factor of 2 may be dp or accumulation, one of them is changed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,13 +33,13 @@ def _changes(layout: Layout, candidates: Sequence[str]) -> Iterator[dict[str, An
     if "microbatches" in names:
         if b % 2 == 0:
             yield {"micro_batch": b // 2, "microbatches": 2 * m}
-        if m % 2 == 0:
+        elif m % 2 == 0:
             yield {"micro_batch": 2 * b, "microbatches": m // 2}
+    if "ep" in names:
+        yield {"ep": 1}
     for axis in ("dp_shard", "dp_replicate"):
         if axis in names:
             yield {axis: 1, "microbatches": m * getattr(layout, axis)}
-    if "ep" in names:
-        yield {"ep": 1}
     if "cp" in names:
         yield {"cp": 1, "cp_kind": "none"}
     if "tp" in names:
@@ -58,11 +58,7 @@ def narrowed(cause: Cause, control: Cause, layout: Layout) -> Cause:
     )
     if len(kept) != 1 or len(kept) == len(cause.candidates):
         return cause if not kept else cause._replace(candidates=kept)
-    key = (
-        cause.key
-        if cause.key.endswith(kept[0])
-        else f"{cause.key.removesuffix('_by_' + kept[0])}_by_{kept[0]}"
-    )
+    key = cause.key if cause.key.endswith(f"_by_{kept[0]}") else f"{cause.key}_by_{kept[0]}"
     text = f"{cause.text}; with [{layout.label}] only {kept[0]} explains what is found"
     return Cause(key, "likely", text, kept)
 

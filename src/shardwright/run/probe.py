@@ -53,8 +53,8 @@ class Piece(NamedTuple):
 class RankProbe(NamedTuple):
     """What one rank found: where it is in the mesh, its losses and norms, and what is in its file.
 
-    ``counted``: tokens of its own sequences in step 1 that count; ``divisor``: what the step took for those of
-    the whole batch; ``digest``: of its tokens and targets.
+    ``counted``: tokens of its own sequences in step 1 that count; ``divisor``: what the step took for those
+    of the whole batch; ``digest``: of its tokens and targets.
     """
 
     coordinates: dict[str, int]

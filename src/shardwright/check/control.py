@@ -58,7 +58,8 @@ def narrowed(cause: Cause, control: Cause, layout: Layout) -> Cause:
     )
     if len(kept) != 1 or len(kept) == len(cause.candidates):
         return cause if not kept else cause._replace(candidates=kept)
-    key = cause.key if cause.key.endswith(f"_by_{kept[0]}") else f"{cause.key}_by_{kept[0]}"
+    named = f"_by_{kept[0]}"
+    key = cause.key.removesuffix(named) + named
     text = f"{cause.text}; with [{layout.label}] only {kept[0]} explains what is found"
     return Cause(key, "likely", text, kept)
 

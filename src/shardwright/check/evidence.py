@@ -24,9 +24,9 @@ TOLERANCES: Mapping[tuple[str, bool], Tolerance] = {
     ("bf16", True): Tolerance(4e-1, 1e-3, 1e-2, 2e-2, 5e-1),
 }
 """By precision, and whether the model routes tokens to experts: a choice that rounding flips is a jump.
-Right layouts of small models were seen at 1e-13 (fp64), 2e-6 (fp32, with experts 2e-5) and 1.5e-2 (bf16, with
-experts 2e-1) in gradients of step 1; in norms of step 1 at 6e-4 (bf16); and after 20 steps at a learning rate of
-1e-2 at 5e-15 and 5e-13 in loss and norm (fp64, with experts 5e-8 and 1e-4). docs/measurements.md has the table."""
+Right layouts of small models were seen at 1e-13 (fp64), 2e-6 (fp32, experts 2e-5) and 1.5e-2 (bf16, with
+experts 2e-1) in gradients of step 1; in norms of step 1 at 6e-4 (bf16); and after 20 steps at a learning rate
+of 1e-2 at 5e-15 and 5e-13 in loss and norm (fp64, with experts 5e-8 and 1e-4)."""
 
 MATCHES: Mapping[str, float] = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 3e-2}
 """How near a factor must be to a degree to be taken for it; it is an average over many entries."""

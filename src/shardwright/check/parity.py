@@ -20,6 +20,7 @@ from shardwright.check.evidence import (
     ParameterEvidence,
     RunEvidence,
     SequenceWeights,
+    match_of,
     relative,
     tolerance_of,
 )
@@ -264,7 +265,7 @@ class Comparison:
             expected=expected,
             parameters=parameters,
             tolerance=self.tolerance,
-            match=max(1e-6, self.tolerance.gradient),
+            match=match_of(self.job.precision),
             sequences=sequences,
             precision=self.job.precision,
             experts=self.experts,
@@ -341,7 +342,7 @@ class Comparison:
 
     def _weights(self, gathered: Gathered, sequences: SequenceGradients) -> SequenceWeights | None:
         """By how much each sequence counts in a run's gradients."""
-        match = max(1e-6, self.tolerance.gradient)
+        match = match_of(self.job.precision)
         found = sketches(gathered, next(iter(sequences.sketches.values())).shape[1])
         if found.keys() != sequences.sketches.keys():
             return None

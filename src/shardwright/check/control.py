@@ -47,7 +47,7 @@ def _changes(layout: Layout, candidates: Sequence[str]) -> Iterator[dict[str, An
 
 
 def narrowed(cause: Cause, control: Cause, layout: Layout) -> Cause:
-    """``cause`` with the candidates that explain the ``control`` run of ``layout`` too; as it was, if none does.
+    """``cause`` with the candidates that explain the ``control`` run of ``layout`` too; all, if none does.
 
     A candidate whose degree is 1 there explains that nothing is wrong.
     """

@@ -283,7 +283,9 @@ def _later_steps(evidence: Evidence) -> Cause | None:
 
 
 def _loss_differs(evidence: Evidence) -> bool:
-    return not relative(evidence.found.losses[0], evidence.expected.losses[0]) <= evidence.tolerance.loss
+    """Of step 1, where losses are known."""
+    found, expected = evidence.found.losses, evidence.expected.losses
+    return bool(found and expected) and not relative(found[0], expected[0]) <= evidence.tolerance.loss
 
 
 def _norm_ratio(evidence: Evidence) -> float | None:

@@ -16,6 +16,8 @@ def reported_cause(evidence: Evidence) -> Cause | None:
 
 def _norm_cause(evidence: Evidence) -> Cause | None:
     run = evidence.found
+    if not run.norms or not (run.true_norm or evidence.expected.norms):
+        return None
     expected = run.true_norm or evidence.expected.norms[0]
     apart = run.ranks_differ[1] > evidence.tolerance.norm
     if not apart and relative(run.norms[0], expected) <= evidence.tolerance.norm:
@@ -49,6 +51,8 @@ def _partial_norms(run: RunEvidence) -> Iterator[tuple[str, float, str]]:
 
 
 def _loss_cause(evidence: Evidence) -> Cause | None:
+    if not evidence.found.losses or not evidence.expected.losses:
+        return None
     found, expected = evidence.found.losses[0], evidence.expected.losses[0]
     if relative(found, expected) <= evidence.tolerance.loss:
         if evidence.found.ranks_differ[0] > evidence.tolerance.loss:

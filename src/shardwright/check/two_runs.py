@@ -1,7 +1,7 @@
 """Two short runs beside each other: whether they are equal, and where not, which is wrong and why.
 
-One process in plain PyTorch is the judge of step 1, sequence by sequence; further runs of one step tell degrees
-apart that explain the same factor.
+One process in plain PyTorch is the judge of step 1, sequence by sequence; further runs of one step tell
+degrees apart that explain the same factor.
 """
 
 import math

@@ -404,6 +404,7 @@ def parity(
     precision: parity_opt.Precision = parity_opt.PrecisionName.fp64,
     data: opt.DataOption = None,
     shrink: parity_opt.Shrink = False,
+    reference: parity_opt.Reference = False,
     device_name: parity_opt.Device = parity_opt.DeviceName.cpu,
     max_ranks: parity_opt.MaxRanks = 16,
     timeout: train_opt.Timeout = COLLECTIVE_TIMEOUT_S,
@@ -418,7 +419,16 @@ def parity(
     from shardwright.report.parity import parity_report
     from shardwright.report.parity_picture import write_parity_picture
 
-    wishes = Wishes(steps, precision.value, data, device_name.value, max_ranks, timeout, shrink)
+    wishes = Wishes(
+        steps=steps,
+        precision=precision.value,
+        data=data,
+        device_type=device_name.value,
+        most_ranks=max_ranks,
+        timeout=timeout,
+        shrink=shrink,
+        reference=reference,
+    )
     document = compare_runs(left, right, wishes, _say)
     _print(document, as_json, parity_report)
     if picture is not None:

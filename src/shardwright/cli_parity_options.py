@@ -43,6 +43,12 @@ Shrink = Annotated[
         "--shrink", help="Train a small model of the same kind, short sequences, with the same layouts."
     ),
 ]
+Reference = Annotated[
+    bool,
+    typer.Option(
+        "--reference", help="Compare with one process in plain PyTorch too; without it, only if they differ."
+    ),
+]
 Picture = Annotated[
     Path | None,
     typer.Option("-o", "--picture", help="Write the curves and all gradients as an HTML file."),

@@ -174,6 +174,13 @@ def test_lost_and_missing_gradients():
     assert cause_of(run(pp=2), run(), [missing, parameter("x")]).key == "gradient_missing"
 
 
+def test_what_is_no_number_hides_the_rest():
+    odd = parameter(ratio=float("nan"))._replace(ratio=None, residual=None)
+    cause = cause_of(run((float("nan"),), dp_shard=2), run(), [odd, parameter("x")])
+    assert (cause.key, cause.certainty) == ("not_a_number", "certain")
+    assert cause.text.startswith("the loss of step 1 is nan; gradients of model.layers.0.mlp.up_proj.weight")
+
+
 def test_input_that_differs_comes_first():
     off = [parameter(ratio=0.5)]
     assert cause_of(run(digest=5), run(digest=6), off).key == "other_data"

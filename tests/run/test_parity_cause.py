@@ -184,7 +184,7 @@ FAULTS = {
 """How to plant it, a layout that has it and one rank has not, its cause, and how sure that is."""
 
 
-def compared(case, other, folder, steps=2, precision="fp64"):
+def compared(case, other, folder, steps=2, precision="fp64", reference=False):
     """The document of two layouts of one batch."""
     spec, job, batches = plan_of(case, precision)
     job = job.model_copy(update={"steps": steps})
@@ -197,7 +197,9 @@ def compared(case, other, folder, steps=2, precision="fp64"):
         (folder / name).mkdir()
         runs.append(run(name, job, layout, folder / name))
     with Gathered(runs[0]) as a, Gathered(runs[1]) as b:
-        return Comparison(spec, job, batches, a, b, folder, run, lambda text: None).document()
+        return Comparison(spec, job, batches, a, b, folder, run, lambda text: None).document(
+            reference=reference
+        )
 
 
 def one_rank(case):
@@ -251,6 +253,18 @@ def test_the_one_that_is_wrong_is_named_whichever_it_is(monkeypatch, tmp_path):
     assert re.match(
         "both are wrong. A: all gradients x 0.5.* B: all gradients x 0.25", document["explanation"]
     )
+
+
+def test_two_that_are_wrong_alike_are_seen_beside_a_plain_process(monkeypatch, tmp_path):
+    plant, case = planted("gradients divided by dp")
+    plant(monkeypatch)
+    other = row(**SHARD, micro_batch=4, microbatches=1).layout
+    (tmp_path / "alone").mkdir()
+    assert compared(case, other, tmp_path / "alone", steps=1)["ok"]
+    (tmp_path / "judged").mkdir()
+    document = compared(case, other, tmp_path / "judged", steps=1, reference=True)
+    assert (document["ok"], document["wrong"], document["differing_gradients"]) == (False, ["a", "b"], 0)
+    assert document["cause"] == "scaled_by_dp_shard"
 
 
 def test_bf16_has_a_tolerance_that_holds_and_catches(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ Each cause is a pattern of which gradients differ, by what factor, and what loss
 fit, the answer is that it cannot be told.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -38,6 +39,18 @@ def _other_input(evidence: Evidence) -> Cause | None:
     if names:
         return Cause("other_weights", "certain", f"initial weights differ: {_listed(names)}")
     return None
+
+
+def _not_numbers(evidence: Evidence) -> Cause | None:
+    """A loss or gradient of step 1 that is infinite or no number; what it spreads to tells nothing."""
+    names = [p.name for p in evidence.off if not p.missing and not math.isfinite(p.difference)]
+    loss = evidence.found.losses[:1]
+    if all(map(math.isfinite, loss)) and not names:
+        return None
+    first = f"the loss of step 1 is {loss[0]}" if loss and not math.isfinite(loss[0]) else ""
+    second = f"gradients of {_listed(names)} have entries that are no numbers" if names else ""
+    text = "; ".join(part for part in (first, second) if part)
+    return Cause("not_a_number", "certain", f"{text}: look for what divides by zero or overflows")
 
 
 def _missing(evidence: Evidence) -> Cause | None:
@@ -318,6 +331,7 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 PATTERNS: tuple[Callable[[Evidence], Cause | None], ...] = (
     _other_input,
+    _not_numbers,
     _missing,
     _ranks_apart,
     _one_factor,

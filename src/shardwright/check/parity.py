@@ -50,6 +50,7 @@ class Wishes(NamedTuple):
     most_ranks: int = MOST_RANKS
     timeout: float = COLLECTIVE_TIMEOUT_S
     shrink: bool = False  # a small model of the same kind instead of the plans'
+    reference: bool = False  # one plain process judges layouts that agree, too
 
 
 def compare_runs(a: Plan, b: Plan, wishes: Wishes, say: Callable[[str], None]) -> dict[str, Any]:
@@ -85,7 +86,8 @@ def compare_runs(a: Plan, b: Plan, wishes: Wishes, say: Callable[[str], None]) -
             )
             runs.append(run(name, job, plan.layout, own))
         with Gathered(runs[0]) as left, Gathered(runs[1]) as right:
-            document = Comparison(model, job, dataset, left, right, Path(folder), run, say).document()
+            comparison = Comparison(model, job, dataset, left, right, Path(folder), run, say)
+            document = comparison.document(reference=wishes.reference)
     return document | {"changed": changed, "seq": job.seq, "global_batch": job.global_batch}
 
 

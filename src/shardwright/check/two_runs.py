@@ -68,12 +68,16 @@ class Comparison:
         self.parameters = compare(b, a, model, job.precision, self.tolerance)
         self.runs = run_evidence(a, model, job), run_evidence(b, model, job)
 
-    def document(self) -> dict[str, Any]:
-        """All that was found, and the cause if something differs."""
+    def document(self, *, reference: bool = False) -> dict[str, Any]:
+        """All that was found, and the cause if something differs.
+
+        ``reference``: two that agree are judged too, for both may be wrong.
+        """
         ok = self.ok()
-        judged = None if ok else self.judge()
+        judged = self.judge() if reference or not ok else None
         wrong = [] if judged is None else self.wrong(judged)
-        found = None if judged is None else self.cause(judged, wrong)
+        ok = ok and not wrong
+        found = None if judged is None or ok else self.cause(judged, wrong)
         left, right = self.runs
         worst = max(self.parameters, key=lambda p: (_size(p), p.name))
         differences = [
@@ -102,6 +106,7 @@ class Comparison:
                 "a": [entry._asdict() | {"axes": list(entry.axes)} for entry in left.apart],
                 "b": [entry._asdict() | {"axes": list(entry.axes)} for entry in right.apart],
             },
+            "reference": judged is not None,
             "wrong": wrong,
             "cause": None if found is None else found.key,
             "certainty": None if found is None else found.certainty,
@@ -151,7 +156,7 @@ class Comparison:
 
     def judge(self) -> Judged:
         """Run step 1 in one plain process."""
-        self.say("they differ: one plain process tells which is wrong ...")
+        self.say("one plain process tells what is right ...")
         folder = self.folder / "plain"
         folder.mkdir()
         exact = {"bf16": "fp32", "fp8": "fp32"}.get(self.job.precision, self.job.precision)

@@ -79,10 +79,14 @@ def _verdict(document: Mapping[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(allowed, style="dim")]
     if document["ok"]:
         text = f"A and B train the same model: gradients within {_difference(worst):.1e} ({worst['name']})"
+        if document["reference"]:
+            text += "; so does one process in plain PyTorch"
         return [*parts, Text(text, style="bold green")]
     count, all_of = document["differing_gradients"], len(document["gradients"])
     where = f"worst {worst['name']}" + ("" if worst["layer"] is None else f", layer {worst['layer']}")
     text = f"A and B differ: {count} of {all_of} gradients" + (f", {where}" if count else "")
+    if set(document["wrong"]) == {"a", "b"} and not count:
+        text = "A and B agree in their gradients, and both are wrong"
     parts.append(Text(text, style="bold red"))
     for name in ("a", "b"):
         for entry in document["ranks_apart"][name][:SHOWN]:

@@ -1,4 +1,4 @@
-"""Small models for large layouts: every rule that the large one kept holds, and what is split is all there."""
+"""Small models for large layouts: every rule that the large one kept holds, and what is split is there."""
 
 import numpy as np
 import pytest

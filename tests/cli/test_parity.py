@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from command import SPEC, refused
@@ -48,12 +47,10 @@ def halved(monkeypatch):
     monkeypatch.setattr(step, "apply_dp", apply_dp)
 
 
-def left_over(before):
-    return sorted(set(Path(tempfile.gettempdir()).glob("shardwright-*")) - before)
-
-
-def test_equal_layouts(run, plan_file, tp_file, one_thread):
-    before = set(Path(tempfile.gettempdir()).glob("shardwright-*"))
+def test_equal_layouts(run, plan_file, tp_file, one_thread, tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     outcome = run("parity", plan_file, tp_file, "--steps=2", "--json")
     assert outcome.status == 0
     document = outcome.document
@@ -71,7 +68,7 @@ def test_equal_layouts(run, plan_file, tp_file, one_thread):
     assert len(document["gradients"]) == 2 * 9 + 3
     assert document["changed"] == ["in fp64 instead of the plans' fp32"]
     assert "B: step 2 of 2, loss" in outcome.err
-    assert left_over(before) == []
+    assert list(own.iterdir()) == []
 
 
 def test_a_fault_is_reported_with_its_cause(run, plan_file, tp_file, halved, one_thread):

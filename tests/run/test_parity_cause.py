@@ -48,16 +48,6 @@ def sum_of_tokens(monkeypatch):
     )
 
 
-def all_positions(monkeypatch):
-    """Masked tokens count in the division."""
-    counted = Stepper.global_tokens
-
-    def global_tokens(self, targets):
-        return float(self.job.tokens_per_step) if several() else counted(self, targets)
-
-    monkeypatch.setattr(Stepper, "global_tokens", global_tokens)
-
-
 def sum_of_microbatches(monkeypatch):
     """The loss of each microbatch is a mean of its own, and they are added up."""
     original = model.cross_entropy
@@ -167,7 +157,6 @@ FAULTS = {
     "one layer dropped": (*planted("one layer dropped"), "forward_differs", "likely"),
     "tokens of the rank": (tokens_of_the_rank, row(**SHARD), "loss_per_rank", "certain"),
     "sum of tokens": (sum_of_tokens, row(**SHARD), "wrong_token_count", "certain"),
-    "all positions": (all_positions, row(dp_replicate=2), "wrong_token_count", "certain"),
     "sum of microbatches": (
         sum_of_microbatches, row(dp_replicate=2, microbatches=3), "scaled_by_microbatches", "likely",
     ),

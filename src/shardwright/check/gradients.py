@@ -46,8 +46,13 @@ def compare(
     roles = {tensor.name: tensor.role for tensor in parameter_table(spec).tensors()}
     pairs = [_pair(name, found, expected) for name in found.names]
     top = max((pair.largest for pair in pairs), default=0.0)
-    floor = min(8 * EPSILON[precision] / tolerance.gradient, SCALE_FLOOR) * top
+    floor = scale_floor(precision, tolerance) * top
     return tuple(_evidence(pair, roles[pair.name], floor) for pair in pairs)
+
+
+def scale_floor(precision: str, tolerance: Tolerance) -> float:
+    """Share of the largest entry of all gradients that no parameter is judged below."""
+    return min(8 * EPSILON[precision] / tolerance.gradient, SCALE_FLOOR)
 
 
 def _pair(name: str, found: Gathered, expected: Gathered) -> Pair:
@@ -96,23 +101,26 @@ def _evidence(pair: Pair, role: str, floor: float) -> ParameterEvidence:
     )
 
 
-def run_evidence(gathered: Gathered, spec: ModelSpec, job: Job) -> RunEvidence:
+def run_evidence(gathered: Gathered, job: Job, tolerance: Tolerance) -> RunEvidence:
     """What one run shows by itself: its numbers, its degrees, and where its ranks disagree."""
     layout, ranks = gathered.run.layout, gathered.run.ranks
     squares: dict[int, float] = defaultdict(float)
-    tied, apart = 0.0, []
+    tied, top = 0.0, 0.0
+    apart: list[tuple[str, Whole, float]] = []
     for name in gathered.names:
         whole = gathered.whole(name)
         if whole.gradient is None:
             continue
         square = float(np.square(whole.gradient).sum())
         squares[whole.stage] += square
+        biggest = largest(whole.gradient)
+        top = max(top, biggest)
         if whole.apart:
-            scale = largest(whole.gradient)
-            apart.append(Apart(name, whole.apart / scale if scale else float("inf"), whole.apart_axes))
+            apart.append((name, _without_numbers(whole), biggest))
         if gathered.copies(name) > 1:
             tied = square**0.5
     degrees = {axis: getattr(layout, axis) for axis in (*layout.order, "ep", "microbatches", "micro_batch")}
+    floor = scale_floor(job.precision, tolerance) * top
     first = [rank for rank in ranks if not any(rank.coordinates.get(axis) for axis in ("pp", "cp", "tp"))]
     return RunEvidence(
         degrees=degrees,
@@ -126,7 +134,14 @@ def run_evidence(gathered: Gathered, spec: ModelSpec, job: Job) -> RunEvidence:
         stage_norms=tuple(squares[stage] ** 0.5 for stage in sorted(squares)),
         rank_norm=gathered.rank_norm() if len(ranks) > 1 else 0.0,
         tied_norm=tied,
-        apart=tuple(apart),
+        apart=tuple(
+            Apart(
+                name,
+                whole.apart / max(biggest, floor) if biggest or floor else float("inf"),
+                whole.apart_axes,
+            )
+            for name, whole, biggest in apart
+        ),
         ranks_differ=(
             max(relative(rank.losses[0], ranks[0].losses[0]) for rank in ranks),
             max(relative(rank.norms[0], ranks[0].norms[0]) for rank in ranks),

@@ -66,7 +66,7 @@ class Comparison:
         self.experts = model.moe is not None
         self.tolerance = tolerance_of(job.precision, experts=self.experts)
         self.parameters = compare(b, a, model, job.precision, self.tolerance)
-        self.runs = run_evidence(a, model, job), run_evidence(b, model, job)
+        self.runs = run_evidence(a, job, self.tolerance), run_evidence(b, job, self.tolerance)
 
     def document(self, *, reference: bool = False) -> dict[str, Any]:
         """All that was found, and the cause if something differs.
@@ -170,7 +170,7 @@ class Comparison:
                 compare(run, plain, self.model, self.job.precision, self.tolerance)
                 for run in (self.a, self.b)
             )
-            return Judged(run_evidence(plain, self.model, self.job), a, b, sequences)
+            return Judged(run_evidence(plain, self.job, self.tolerance), a, b, sequences)
 
     def wrong(self, judged: Judged) -> list[str]:
         """Which of the two differs from the plain process in step 1, or is at odds with itself."""
@@ -218,7 +218,9 @@ class Comparison:
             with Gathered(run) as gathered, Gathered(self.plain) as plain:
                 parameters = compare(gathered, plain, self.model, job.precision, self.tolerance)
                 evidence = self.evidence(
-                    run_evidence(gathered, self.model, job), run_evidence(plain, self.model, job), parameters
+                    run_evidence(gathered, job, self.tolerance),
+                    run_evidence(plain, job, self.tolerance),
+                    parameters,
                 )
                 cause = narrowed(cause, likely_cause(evidence), control)
         return cause

@@ -66,7 +66,7 @@ def _difference(row: Mapping[str, Any]) -> float:
 
 
 def _axes(names: Sequence[str]) -> str:
-    return " ".join(names) or "whole"
+    return " ".join(names) or "nothing"
 
 
 def _verdict(document: Mapping[str, Any]) -> list[RenderableType]:
@@ -84,6 +84,10 @@ def _verdict(document: Mapping[str, Any]) -> list[RenderableType]:
         return [*parts, Text(text, style="bold green")]
     count, all_of = document["differing_gradients"], len(document["gradients"])
     where = f"worst {worst['name']}" + ("" if worst["layer"] is None else f", layer {worst['layer']}")
+    where += (
+        f", stage {worst['stage_a']} in A and {worst['stage_b']} in B, split by {_axes(worst['axes_a'])} in A"
+    )
+    where += f" and {_axes(worst['axes_b'])} in B"
     text = f"A and B differ: {count} of {all_of} gradients" + (f", {where}" if count else "")
     if set(document["wrong"]) == {"a", "b"} and not count:
         text = "A and B agree in their gradients, and both are wrong"

@@ -75,7 +75,7 @@ def test_what_is_no_number_is_left_out():
     assert overlay([None], [None]) == ["no finite values"]
     lines = overlay([1.0, None, 3.0], [1.0, 2.0, 3.0], width=9, height=3)
     assert lines[1][2 + 4] == "B"
-    assert overlay([5.0], [5.0], width=4, height=3)[1].endswith("=")
+    assert overlay([5.0], [5.0 + 1e-8], width=4, height=3)[1].endswith("=")
 
 
 def test_a_difference_is_told_with_its_place_and_cause():

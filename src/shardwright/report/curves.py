@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+FLAT = 1e-6
+"""Share of the largest value that a chart must span; what spans less is rounding, and drawn as one line."""
+
 BOTH, BETWEEN = "=", "\u00b7"
 
 
@@ -22,7 +25,7 @@ def overlay(
     count = max(len(a), len(b))
 
     def row(value: float) -> int:
-        share = (high - value) / (high - low) if high > low else 0.5
+        share = (high - value) / (high - low) if high - low > FLAT * max(abs(high), abs(low)) else 0.5
         return round(share * (height - 1))
 
     def column(step: float) -> int:

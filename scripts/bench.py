@@ -98,17 +98,48 @@ def search_rate() -> dict[str, float]:
     return figures | evaluation_figures("llama-3.1-405b", 16384, 2048, 8192)
 
 
+DRY_RUNS = {
+    "8b_on_64": (
+        "llama-3.1-8b", "dp_shard=64, zero_stage=3, microbatches=8, recompute='full'", (0,),
+    ),
+    "70b_on_512": (
+        "llama-3.1-70b", "tp=8, sp=True, dp_shard=64, zero_stage=3, microbatches=16, recompute='full'", (0,),
+    ),
+    "405b_on_16384": (
+        "llama-3.1-405b",
+        "tp=8, sp=True, cp=2, cp_kind='ring', pp=16, schedule='1F1B', stage_layers=(7,) + (8,) * 14 + (7,),"
+        "dp_shard=64, zero_stage=1, microbatches=32, recompute='full'",
+        (0, 8 * 1024, 15 * 1024),  # a rank of the first stage, of the middle, of the last
+    ),
+    "405b_on_16384_dualpipev": (
+        "llama-3.1-405b",
+        "tp=8, sp=True, cp=2, cp_kind='ring', pp=16, schedule='DualPipeV', chunks=2,"
+        "stage_layers=(3,) + (4,) * 30 + (3,), dp_shard=64, zero_stage=1, microbatches=32, recompute='full'",
+        (8 * 1024,),
+    ),
+}  # fmt: skip
+"""Model, layout and ranks of dry runs that are timed; sequences of 8192."""
+
+
 def dry_run_figures() -> dict[str, float]:
-    """Time and memory of a dry run of one rank of 64, Llama-3.1-8B, in a process of its own."""
-    code = (
-        "import json; from shardwright.check.dryrun import dry_run; from shardwright.job import Job;"
-        "from shardwright.layout import Layout; from shardwright.model import preset;"
-        "from shardwright.check.compare import peak_host_memory;"
-        "run = dry_run(preset('llama-3.1-8b'), Job(seq=8192, global_batch=512),"
-        " Layout(dp_shard=64, zero_stage=3, micro_batch=1, microbatches=8, recompute='full'));"
-        "print(json.dumps({'dry_run_8b_s': run.time, 'dry_run_8b_host_memory_bytes': peak_host_memory()}))"
-    )
-    return figures_of(code)
+    """Time (of the process, imports too: the machine may be shared) and host memory of dry runs of one rank
+    each, every one in a process of its own."""
+    figures = {}
+    for name, (model, layout, ranks) in DRY_RUNS.items():
+        for rank in ranks:
+            found = figures_of(
+                "import json, time; from shardwright.check.dryrun import dry_run;"
+                "from shardwright.job import Job; from shardwright.layout import Layout;"
+                "from shardwright.model import preset;"
+                "from shardwright.check.compare import peak_host_memory;"
+                f"layout = Layout({layout});"
+                "job = Job(seq=8192, global_batch=layout.dp * layout.microbatches);"
+                f"run = dry_run(preset({model!r}), job, layout, {rank});"
+                "print(json.dumps({'s': time.process_time(), 'host_memory_bytes': peak_host_memory(),"
+                " 'layers': run.layers, 'microbatches': run.microbatches}))"
+            )
+            figures |= {f"dry_run_{name}_rank_{rank}_{key}": value for key, value in found.items()}
+    return figures
 
 
 def start_up() -> dict[str, float]:

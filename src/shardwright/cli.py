@@ -350,6 +350,7 @@ def check(
         list[int] | None,
         typer.Option(help="Pipeline rank to execute, may be repeated.  [one of those that hold the same]"),
     ] = None,
+    whole: opt.Whole = False,
     tensors: opt.Tensors = False,
     real: opt.Real = False,
     as_json: opt.JsonOption = False,
@@ -362,7 +363,7 @@ def check(
     _need_torch("check")
     from shardwright.check.compare import check_plan
 
-    comparison = check_plan(loaded, tolerance, stage, tensors=tensors, real=real)
+    comparison = check_plan(loaded, tolerance, stage, tensors=tensors, real=real, whole=whole)
     _print(comparison.document(), as_json, check_report)
     if not comparison.ok:
         raise AnswerIsNo(LEDGER_DIFFERS)

@@ -372,6 +372,10 @@ Inputs = Annotated[
         show_default=False,
     ),
 ]
+Whole = Annotated[
+    bool,
+    typer.Option("--whole", help="Execute every layer and microbatch, those that only repeat others too."),
+]
 Tensors = Annotated[
     bool, typer.Option("--tensors", help="List what every term is made of at the peak, by line of source.")
 ]

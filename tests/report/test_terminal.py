@@ -44,7 +44,6 @@ def check_document(ok=True, real=False):
     differing = [{"term": "total", "moment": "peak", "predicted": 900, "executed": 1000}]
     return {
         "ok": ok,
-        "stages": [{"stage": 0, "rank": 0, "stands_for": [0]}],
         "terms": [
             {
                 "stage": 0,
@@ -89,7 +88,10 @@ def check_document(ok=True, real=False):
         "peak_moment": "last microbatch: layer 3, SwiGLU backward",
         "tolerance": {"memory": 0.02, "traffic": 0.0},
         "microbatches": 8,
-        "microbatches_executed": 3,
+        "microbatches_executed": 4,
+        "stages": [
+            {"stage": 0, "stands_for": [0], "layers": 32, "layers_executed": 3, "microbatches_executed": 4}
+        ],
         "time": 1.25,
         "host_memory": 2**29,
     }
@@ -130,13 +132,13 @@ def test_check_report_marks_what_differs(width, ok):
     assert ("the ledger is what the program does" if ok else "the ledger and the program differ") in text
     assert "-100" in text
     assert "dry run took 1,250.0 ms, 0.50 GiB of host memory" in words_of(text)
-    assert "3 of 8 microbatches executed, the others repeat the second" in words_of(text)
+    assert "executed 3 of 32 layers and 4 of 8 microbatches, the others repeat these" in words_of(text)
     assert ("model.layers.N.mlp run/kernels.py:12 1,234 56,789" in words_of(text)) == (not ok)
     assert "real" not in text
 
 
 def test_check_report_has_a_real_step_as_third_column():
-    text = words_of(text_of(terminal.check_report(check_document(real=True))))
+    text = words_of(text_of(check_report(check_document(real=True))))
     assert "executed real difference" in text
     assert "900 1,000 1,007 -100" in text
     assert "123,456,789 B 123,456,789 B 123,456,788 B 14 / 14 / 15" in text

@@ -1,6 +1,5 @@
 """A real step over gloo holds and sends what its dry run does, tensors in flight included."""
 
-import contextlib
 import weakref
 
 import numpy as np
@@ -66,7 +65,7 @@ def test_real_equals_fake(name, layout):
     job = Job(seq=64, global_batch=batch, precision="fp32", expert_imbalance=1.0)
     steps = real_run(spec, job, layout)
     for rank in (0, layout.ranks - 1):
-        dry, executed = dry_run(spec, job, layout, rank), steps[rank].execution
+        dry, executed = dry_run(spec, job, layout, rank, as_gloo=True), steps[rank].execution
         assert executed.peak > SMALLEST
         assert executed.at_rest == dry.at_rest
         assert executed.traffic == dry.traffic
@@ -80,14 +79,12 @@ def test_what_is_in_flight_is_a_border_a_stage_and_would_be_every_send(monkeypat
     spec = MODELS["base"].model_copy(update=WIDER)
     job = Job(seq=64, global_batch=6, precision="fp32")
     border = job.seq * spec.hidden * 4
-    ours = dry_run(spec, job, layout).peak
-    monkeypatch.setattr(pp, "Outbox", lambda: None)
-    kept, rest = divmod(dry_run(spec, job, layout).peak - ours, border)
-    assert (kept >= layout.microbatches / 2, rest) == (True, 0)
-    monkeypatch.undo()
-    monkeypatch.setattr("shardwright.check.dryrun.held_in_flight", contextlib.nullcontext)
-    in_flight, rest = divmod(ours - dry_run(spec, job, layout).peak, border)
+    ours = dry_run(spec, job, layout, as_gloo=True).peak
+    in_flight, rest = divmod(ours - dry_run(spec, job, layout, whole=True).peak, border)
     assert (in_flight, rest) == (1, 0)
+    monkeypatch.setattr(pp, "Outbox", lambda: None)
+    kept, rest = divmod(dry_run(spec, job, layout, as_gloo=True).peak - ours, border)
+    assert (kept >= layout.microbatches / 2, rest) == (True, 0)
 
 
 def test_a_work_holds_its_tensor():

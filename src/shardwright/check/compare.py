@@ -80,13 +80,18 @@ class StageTensors:
 
 @dataclass(frozen=True)
 class StageRun:
-    """What was executed of one pipeline rank. ``stands_for``: ranks that hold the same, it included."""
+    """What was executed of one pipeline rank. ``stands_for``: ranks that hold the same, it included.
+
+    Layers and microbatches that were not executed repeat others, and are in the numbers.
+    """
 
     stage: int
     rank: int  # of all ranks
     stands_for: tuple[int, ...]
     peak_moment: str
     microbatches_executed: int
+    layers: int  # of its stages
+    layers_executed: int
     time: float  # of the dry run [s]
 
 
@@ -104,7 +109,7 @@ class Comparison:
     peak_moment: str
     tolerance: Mapping[str, float]
     microbatches: int
-    microbatches_executed: int  # the others repeat the second
+    microbatches_executed: int  # the others repeat these
     time: float  # of all dry runs [s]
     host_memory: int | None  # peak of this process [B]
     tensors: tuple[StageTensors, ...] = ()
@@ -121,11 +126,13 @@ def check_plan(
     *,
     tensors: bool = False,
     real: bool = False,
+    whole: bool = False,
 ) -> Comparison:
     """Dry-run one rank of each distinct stage of ``plan`` and compare, experts under balanced routing.
 
     Args: ``stages``: pipeline ranks to execute instead. ``tensors``: say what every term is made of, not only
-    those that differ. ``real``: run a step for real too, on CPU ranks.
+    those that differ. ``real``: run a step for real too, on CPU ranks. ``whole``: execute every layer and
+    microbatch, as the other two do.
 
     Raises: LayoutError: the runtime does not execute the plan, it has no such stage, or it is too large for a
     real step. RunFailedError: the real step failed.
@@ -140,13 +147,13 @@ def check_plan(
     for stage in chosen:
         rank = global_rank(plan.layout, stage)
         recorder = Recorder() if tensors else None
-        execution = dry_run(plan.model, job, plan.layout, rank, recorder=recorder)
+        execution = dry_run(plan.model, job, plan.layout, rank, whole=whole, as_gloo=real, recorder=recorder)
         stands_for = next(ranks for ranks in alike if stage in ranks)
         each = compare(balanced, execution, allowed, stage, stands_for)
         differing = {term.term for term in each.terms if not term.ok}
-        if differing and recorder is None:
+        if differing and recorder is None and execution.is_whole(plan.layout):
             recorder = Recorder()
-            dry_run(plan.model, job, plan.layout, rank, recorder=recorder)
+            dry_run(plan.model, job, plan.layout, rank, as_gloo=real, recorder=recorder)
         if recorder is not None:
             each = replace(each, tensors=_tensors(stage, recorder, None if tensors else differing))
         found.append(each)
@@ -259,7 +266,7 @@ def compare(
     rank = global_rank(plan.layout, stage)
     return Comparison(
         ok=all(term.ok for term in terms) and all(flow.ok for flow in flows),
-        stages=(StageRun(stage, rank, stands_for, moment, execution.microbatches, execution.time),),
+        stages=(_run_of(stage, rank, stands_for, moment, execution),),
         terms=tuple(terms),
         traffic=tuple(flows),
         peak_moment=moment,
@@ -268,6 +275,21 @@ def compare(
         microbatches_executed=execution.microbatches,
         time=execution.time,
         host_memory=peak_host_memory(),
+    )
+
+
+def _run_of(
+    stage: int, rank: int, stands_for: tuple[int, ...], moment: str, execution: Execution
+) -> StageRun:
+    return StageRun(
+        stage,
+        rank,
+        stands_for,
+        moment,
+        microbatches_executed=execution.microbatches,
+        layers=execution.rank_layers,
+        layers_executed=execution.layers,
+        time=execution.time,
     )
 
 

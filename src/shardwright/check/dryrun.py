@@ -1,9 +1,13 @@
 """Dry run: the real program for one rank, under fake tensors and a fake process group.
 
-No memory is allocated and nothing is sent; run/meter.py sees every storage and every collective.
+No memory is allocated and nothing is sent; check/tape.py sees every storage and every collective. A step of
+many layers and microbatches is not executed whole: check/extrapolate.py makes it of two shorter ones.
 """
 
+import contextlib
+import gc
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,29 +16,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_dtensor_caches
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwright.check.extrapolate import Step, executed_step, extrapolated_step
 from shardwright.check.in_flight import held_in_flight
+from shardwright.check.marks import BATCH, SETTLED, marked
+from shardwright.check.shorter import Program, program_of, shorter
+from shardwright.check.tape import Segment, Tape
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.plan.holdings import token_bytes
 from shardwright.run.expert_load import set_routing
-from shardwright.run.mesh import build_mesh
-from shardwright.run.meter import ACTIVATIONS, Collective, MemoryMeter, Sent
+from shardwright.run.mesh import RankMesh, build_mesh
+from shardwright.run.meter import KINDS, STATE, Collective, Sent
 from shardwright.run.model import Microbatch
 from shardwright.run.recorder import Recorder
 from shardwright.run.routing import BalancedRouting
 from shardwright.run.step import Stepper, parallel_model
 
-STEADY_MICROBATCHES = 3
-"""Microbatches that are executed at most: the first, one in the steady state, the last. The others of a step
-repeat the second."""
-
 
 @dataclass(frozen=True)
 class Execution:
-    """What one rank held and sent in its second step (the first has no optimizer state yet).
+    """What one rank holds and sends in its second step (the first has no optimizer state yet).
 
-    ``microbatches`` were executed; what those left out would add is in the numbers.
+    ``microbatches`` and ``layers`` were executed at most in one go, of those that the rank has; what those
+    left out would add is in the numbers.
     """
 
     at_rest: dict[str, int]
@@ -42,7 +46,13 @@ class Execution:
     peak: int
     traffic: dict[Collective, Sent]
     microbatches: int
+    layers: int
+    rank_layers: int
     time: float
+
+    def is_whole(self, layout: Layout) -> bool:
+        """Whether nothing was left out."""
+        return self.microbatches == layout.microbatches and self.layers == self.rank_layers
 
 
 def dry_run(
@@ -51,68 +61,104 @@ def dry_run(
     layout: Layout,
     rank: int = 0,
     *,
-    most_microbatches: int = STEADY_MICROBATCHES,
+    whole: bool = False,
+    as_gloo: bool = False,
     recorder: Recorder | None = None,
 ) -> Execution:
     """Execute two steps of ``rank`` in the fake mode and report the second.
 
-    ``most_microbatches``: 3 or more. A ``recorder`` is told of every storage of the second step.
-
-    Of a pipeline every microbatch is executed.
+    Without ``whole``, layers and microbatches that only repeat others are left out and reckoned in. The last
+    two want the whole: ``as_gloo`` holds what is in flight as gloo does (check/in_flight.py), where NCCL lets
+    go of what has left; a ``recorder`` is told of every storage of the second step.
 
     Raises: RuntimeError: a process group exists already in this process.
     """
     start = time.perf_counter()
-    count = layout.microbatches if layout.pp > 1 else min(layout.microbatches, most_microbatches)
+    program = program_of(model, layout, rank)
+    pair = None if whole or as_gloo or recorder is not None else shorter(model, program)
+    step, longest = None, program
+    if pair is not None:
+        first, second = _tapes(model, job, (pair.first, pair.second))
+        step, longest = extrapolated_step(program, pair, first, second), pair.second
+    if step is None:
+        (tape,) = _tapes(model, job, (program,), as_gloo=as_gloo, recorder=recorder)
+        step, longest = executed_step(tape), program
+    return _execution(step, program, longest, time.perf_counter() - start)
+
+
+def _execution(step: Step, program: Program, longest: Program, seconds: float) -> Execution:
+    assert step.whole.rise is not None
+    return Execution(
+        at_rest={kind: held for kind, held in zip(KINDS, step.at_rest, strict=True) if kind in STATE},
+        at_peak=dict(zip(KINDS, step.whole.rise.held, strict=True)),
+        peak=step.whole.rise.total,
+        traffic=dict(sorted(step.whole.sent.items())),
+        microbatches=longest.layout.microbatches,
+        layers=longest.layers,
+        rank_layers=program.layers,
+        time=seconds,
+    )
+
+
+def _tapes(
+    model: ModelSpec,
+    job: Job,
+    programs: Sequence[Program],
+    *,
+    as_gloo: bool = False,
+    recorder: Recorder | None = None,
+) -> list[list[Segment]]:
+    """Tapes of programs on one mesh."""
+    layout, rank = programs[0].layout, programs[0].rank
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     try:
         mesh = build_mesh(layout, "cpu")
-        network = parallel_model(model, job, layout, mesh)
-        set_routing(network, BalancedRouting(job.expert_imbalance if layout.ep > 1 else 1.0))
-        with FakeTensorMode(allow_non_fake_inputs=True), held_in_flight():
-            network.to_empty(device="cpu")
-            stepper = Stepper(network, job, layout, mesh, read=lambda scalar: 1.0)
-            if stepper.pipeline is not None:
-                stepper.pipeline.trust_shapes()
-            # makes the optimizer's state, and DTensor's rules for what follows, which fake whole tensors once
-            stepper.step(0, made_up_microbatches(job, layout, count if layout.pp > 1 else min(count, 2)))
-            meter = MemoryMeter(network, stepper.optimizer, mesh, recorder)
-            sent_after: list[dict[Collective, Sent]] = []
-            stepper.after_microbatch = lambda index: sent_after.append(meter.traffic)
-            stepper.optimizer.register_step_pre_hook(lambda *_: meter.settle())
-            with meter:
-                stepper.step(1, made_up_microbatches(job, layout, count))
-        left_out = layout.microbatches - count
-        ids = left_out * token_bytes(job) * layout.micro_batch * job.seq
-        return Execution(
-            at_rest=meter.at_rest,
-            at_peak=meter.at_peak | {ACTIVATIONS: meter.at_peak[ACTIVATIONS] + ids},
-            peak=meter.peak + ids,
-            traffic=_with_repeats(meter.traffic, sent_after, left_out),
-            microbatches=count,
-            time=time.perf_counter() - start,
-        )
+        with held_in_flight() if as_gloo else contextlib.nullcontext():
+            return [_tape(model, job, program, mesh, recorder) for program in programs]
     finally:
         dist.destroy_process_group()
         # they would hand the fake mesh to a real one of the same shape
         clear_dtensor_caches()  # type: ignore[no-untyped-call]
 
 
-def _with_repeats(
-    traffic: dict[Collective, Sent], after: list[dict[Collective, Sent]], repeats: int
-) -> dict[Collective, Sent]:
-    """Traffic of the step, and ``repeats`` times more that of its second microbatch."""
-    if not repeats:
-        return traffic
-    none = Sent(0, 0)
-    result = {}
-    for key, sent in traffic.items():
-        before, behind = after[0].get(key, none), after[1].get(key, none)
-        result[key] = Sent(
-            sent.launches + repeats * (behind.launches - before.launches),
-            sent.payload_bytes + repeats * (behind.payload_bytes - before.payload_bytes),
-        )
-    return result
+def _tape(
+    model: ModelSpec, job: Job, program: Program, mesh: RankMesh, recorder: Recorder | None
+) -> list[Segment]:
+    """Execute two steps and record the second."""
+    layout = program.layout
+    network = parallel_model(model, job, layout, mesh, parts=program.parts)
+    set_routing(network, BalancedRouting(job.expert_imbalance if layout.ep > 1 else 1.0))
+    with FakeTensorMode(allow_non_fake_inputs=True), _no_collection():
+        network.to_empty(device="cpu")
+        stepper = Stepper(network, job, layout, mesh, read=lambda scalar: 1.0)
+        if stepper.pipeline is not None:
+            stepper.pipeline.trust_shapes()
+        # makes the optimizer's state, and DTensor's rules for what follows, which fake whole tensors once
+        few = layout.microbatches if layout.pp > 1 else min(layout.microbatches, 2)
+        stepper.step(0, made_up_microbatches(job, layout, few))
+        tape = Tape(network, stepper.optimizer, mesh, recorder)
+        with marked(tape, stepper), tape:
+            tape.begin(BATCH)
+            given = made_up_microbatches(job, layout, layout.microbatches)  # kept: its end is not the step's
+            stepper.optimizer.register_step_pre_hook(lambda *_: _settle(tape))
+            stepper.step(1, given)
+    return tape.segments
+
+
+def _settle(tape: Tape) -> None:
+    tape.settle()
+    tape.begin(SETTLED)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Cycles of objects are freed before and after, at no time in between: else when would be chance."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def made_up_microbatches(job: Job, layout: Layout, count: int) -> list[Microbatch]:

@@ -75,12 +75,15 @@ def _real_rank(model: ModelSpec, job: Job, layout: Layout, record: bool) -> Real
     stepper.optimizer.register_step_pre_hook(lambda *_: meter.settle())
     with meter:
         stepper.step(1, made_up_microbatches(job, layout, layout.microbatches))
+    layers = sum(len([*stage.part.layers]) for stage in network.stages)
     execution = Execution(
         at_rest=meter.at_rest,
         at_peak=meter.at_peak,
         peak=meter.peak,
         traffic=meter.traffic,
         microbatches=layout.microbatches,
+        layers=layers,
+        rank_layers=layers,
         time=time.perf_counter() - start,
     )
     return RealStep(execution, None if recorder is None else recorder.recording)

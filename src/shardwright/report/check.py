@@ -83,12 +83,22 @@ def _foot(document: Mapping[str, Any]) -> str:
         others = [str(rank) for rank in stage["stands_for"] if rank != stage["stage"]]
         if others:
             foot += f"; pipeline rank {stage['stage']} stands for {', '.join(others)}"
-    if document["microbatches_executed"] < document["microbatches"]:
-        foot += (
-            f"; {document['microbatches_executed']} of {document['microbatches']} microbatches executed, "
-            "the others repeat the second"
-        )
+    foot += "".join(f"; {left_out}" for run in document["stages"] if (left_out := _left_out(document, run)))
     return foot
+
+
+def _left_out(document: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """What of a rank was not executed because it repeats what was; empty if all was."""
+    parts = [
+        f"{executed} of {count} {what}"
+        for executed, count, what in (
+            (run["layers_executed"], run["layers"], "layers"),
+            (run["microbatches_executed"], document["microbatches"], "microbatches"),
+        )
+        if executed < count
+    ]
+    place = f"pipeline rank {run['stage']}: " if len(document["stages"]) > 1 else ""
+    return f"{place}executed {' and '.join(parts)}, the others repeat these" if parts else ""
 
 
 def _verdict(ok: bool) -> Text:

@@ -3,7 +3,7 @@
 B batch, S sequence, E hidden, H heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class GPT2Decoder(nn.Module):
     As run/model.py:Decoder; the arguments are those of a ``Part`` of the model.
     """
 
-    def __init__(self, spec: ModelSpec, layers: range, first: bool, last: bool) -> None:
+    def __init__(self, spec: ModelSpec, layers: Sequence[int], first: bool, last: bool) -> None:
         super().__init__()
         self.wte = Embedding(spec.vocab, spec.hidden) if first else None
         self.wpe = Embedding(spec.max_positions, spec.hidden) if first else None

@@ -3,7 +3,7 @@
 B batch, S sequence, E hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,7 +93,7 @@ class Shares(NamedTuple):
 class Part(NamedTuple):
     """What of the model a pipeline stage has: layers, and the ends."""
 
-    layers: range
+    layers: Sequence[int]
     first: bool
     last: bool
 

@@ -22,7 +22,7 @@ from shardwright.run.expert_load import apply_balance, expert_load, routers, upd
 from shardwright.run.fp8 import apply_fp8
 from shardwright.run.loss import MASKED
 from shardwright.run.mesh import RankMesh
-from shardwright.run.model import Microbatch, Stages, build_model
+from shardwright.run.model import Microbatch, Part, Stages, build_model
 from shardwright.run.norm import clip_gradients, gradient_norm
 from shardwright.run.optim import build_optimizer, learning_rate, set_learning_rate
 from shardwright.run.pp import Pipeline, stage_parts, sum_tied, tied_copies
@@ -52,14 +52,23 @@ class StepResult:
 
 
 def parallel_model(
-    spec: ModelSpec, job: Job, layout: Layout, mesh: RankMesh, *, compile_backend: str | None = None
+    spec: ModelSpec,
+    job: Job,
+    layout: Layout,
+    mesh: RankMesh,
+    *,
+    compile_backend: str | None = None,
+    parts: Sequence[Part] | None = None,
 ) -> Stages:
     """What of a plan's model this rank has, split as the layout says, still without storage; its blocks
-    compiled by ``compile_backend``, where there is one."""
+    compiled by ``compile_backend``, where there is one. ``parts`` stand in for what the layout says this
+    rank's stages are: a dry run leaves layers out."""
     passes = passes_of(layout.schedule)
     stages = []
     place = positions(job.seq, layout.cp, mesh["cp"].get_local_rank(), layout.cp_kind).to(mesh.device_type)
-    for _, part in stage_parts(layout, spec, mesh["pp"].get_local_rank()):
+    if parts is None:
+        parts = [part for _, part in stage_parts(layout, spec, mesh["pp"].get_local_rank())]
+    for part in parts:
         stage = build_model(spec, parameter_dtype(job.precision), part)
         stage.positions = place
         apply_tp(stage, mesh["tp"], sequence_parallel=layout.sp, split_experts=layout.etp > 1)

@@ -388,3 +388,21 @@ def _passes_apart(schedule: str, held: Floats, rank: Floats) -> Floats:
         return 0.0 * held
     late = 0.0 if schedule == "ZBVZeroBubble" else (2 if schedule == "ZB-H2" else 1) * rank
     return np.minimum(late + 1.0, held)
+
+
+def weight_passes(
+    schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike, rank: ArrayLike
+) -> Floats:
+    """Passes of a rank for the gradients of weights alone, of all chunks, over those for all microbatches and
+    chunks. The first stage has none, it makes all its gradients in one.
+
+    Source: the orders of plan/schedule.py, counted by tests.
+    """
+    p, v, m, r = (np.asarray(column, dtype=np.float64) for column in (ranks, chunks, microbatches, rank))
+    if schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        passes = m * (v - (r == 0))
+    elif schedule == "DualPipeV":
+        passes = np.where(r == 0, p - 1, 2 * p - 1 - r)
+    else:
+        passes = 0.0 * (p * v * m * r)
+    return np.asarray(passes / (m * v))

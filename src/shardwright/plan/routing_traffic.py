@@ -52,7 +52,11 @@ def routing_exchanges(
     ):
         yield Exchange(axis, "all_reduce", degree, 2 * some, blocks * experts + NUMBER_BYTES * some)
     yield Exchange("pp", "all_reduce", table.pp, 2 + 0 * blocks, 3 * NUMBER_BYTES + 0 * blocks)
-    pool = table.shard * by_tokens
-    for axis, degree in (("ep", table.ep), ("expert_shard", table.expert_shard)):
-        apart = np.where(degree < pool, degree, 1)  # else the shard axis or tp sums it with its own
+    tp_is_ep = (by_tokens > 1) & (table.ep == by_tokens)  # the same ranks: tp or the shard axis sums both
+    alone = ((by_tokens == 1) & (table.ep == table.shard)) | tp_is_ep
+    for axis, degree, same in (
+        ("ep", table.ep, alone),
+        ("expert_shard", table.expert_shard, tp_is_ep | (table.expert_shard == table.shard * by_tokens)),
+    ):
+        apart = np.where(same, 1, degree)
         yield Exchange(axis, "all_reduce", apart, some, NUMBER_BYTES * some)

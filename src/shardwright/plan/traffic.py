@@ -18,6 +18,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.attention import head_sizes
+from shardwright.plan.bubble import weight_passes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
 from shardwright.plan.held_units import busiest_units, held_units
 from shardwright.plan.optimizer_traffic import optimizer_exchanges
@@ -25,11 +26,14 @@ from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.routing_traffic import routing_exchanges
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, unit_elements
 from shardwright.plan.stages import V_SHAPED, Stage
-from shardwright.plan.table import Floats, Ints, LayoutTable
+from shardwright.plan.table import Floats, Ints, LayoutTable, by_schedule
 from shardwright.plan.tp_gradients import shared_gradients
 
 V_CODES = [SCHEDULE_NAMES.index(name) for name in V_SHAPED]
 """Schedules of which the first rank has both ends of the model."""
+
+ID_BYTES = 8
+"""The number of a token's document, int64."""
 
 SCALAR_BYTES = 8
 """A token count (int64), a loss or a norm (fp64)."""
@@ -81,6 +85,7 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None 
     one in the middle.
     """
     copies = busiest_units(model, table) if stage is None else held_units(table, stage)
+    table = _recomputed_for_weights(table, np.minimum(1, table.pp - 1) if stage is None else stage.rank)
     flows = [
         *_data_flows(model, job, table, copies),
         *scalar_flows(table),
@@ -96,6 +101,15 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None 
     return [
         Flow(f.axis, f.collective, *(np.broadcast_to(column, table.shape) for column in f[2:])) for f in flows
     ]
+
+
+def _recomputed_for_weights(table: LayoutTable, rank: Ints) -> LayoutTable:
+    """Blocks are recomputed in each of the two passes of a zero-bubble schedule, which is as if there were
+    more of them to recompute."""
+    if not (table.recompute > 0).any():
+        return table
+    again = by_schedule(table.schedule, weight_passes, table.pp, table.chunks, table.microbatches, rank)
+    return table._replace(recompute_every=table.recompute_every / (1 + again))  # type: ignore[arg-type]
 
 
 def _data_flows(
@@ -195,7 +209,7 @@ def _meetings(
     before each; full recomputation sums again all but ``spared``, selective those that it does not keep."""
     again = np.where(table.recompute > 0, 1 / table.recompute_every, 0.0)
     sums = np.where(
-        table.recompute == 2, again * (pairs - spared), np.where(table.recompute == 1, unkept, 0.0)
+        table.recompute == 2, again * (pairs - spared), np.where(table.recompute == 1, again * unkept, 0.0)
     )
     return Meetings(pairs * (2 + again), 2 * pairs + sums)
 
@@ -337,7 +351,10 @@ def _context_flows(
     gathers = np.where(gathered, each * (2 + again), 0.0)
     scatters = np.where(gathered, each, 0.0)
     trades = traded_heads(model, job.precision, table, tokens) * each * rounds.trades
+    packed = (table.cp > 1) & (job.packing == "documents")
+    documents = np.where(packed, 1.0 * table.microbatches * table.chunks, 0.0)
     amounts = (
+        ("all_gather", documents, documents * ID_BYTES * table.micro_batch * job.seq),
         ("send", ring * rounds.forward, ring * rounds.forward * own),
         ("send", back, ring * rounds.backward * own),
         ("all_gather", gathers, gathers * payload),

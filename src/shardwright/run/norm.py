@@ -30,7 +30,7 @@ def gradient_norm(
     groups: dict[tuple[int, ...], Group] = {}
     for alike in _split_alike(parameters):
         own = {members(group): group for group in split_groups(alike[0])}
-        groups |= own
+        groups = own | groups
         _add(sums, frozenset(own), _square_sum([p for p in alike if counted(p)], alike[0]))
     for group in inner_first(groups.values()):
         _sum_over(sums, group)

@@ -354,7 +354,7 @@ def _context_flows(
     packed = (table.cp > 1) & (job.packing == "documents")
     documents = np.where(packed, 1.0 * table.microbatches * table.chunks, 0.0)
     amounts = (
-        ("all_gather", documents, documents * ID_BYTES * table.micro_batch * job.seq),
+        ("all_gather", documents, documents * (1.0 * ID_BYTES * table.micro_batch * job.seq)),
         ("send", ring * rounds.forward, ring * rounds.forward * own),
         ("send", back, ring * rounds.backward * own),
         ("all_gather", gathers, gathers * payload),

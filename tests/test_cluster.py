@@ -79,7 +79,7 @@ def test_names_and_aliases_are_lower_case_and_name_one_device_each():
     names = device_names()
     assert len(names) == len(set(names))
     assert all(name == name.lower() for name in names)
-    assert {device(name).name for name in names} == {*DATA_SHEETS, "cpu"}
+    assert {device(name).name for name in names} == {*DATA_SHEETS, "cpu", "b200-simumax"}
 
 
 @pytest.mark.parametrize("name", DATA_SHEETS)

@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ROOMS = (
     *("errors", "units", "axes", "description", "naming", "families", "model"),
     *("hf_reader", "hf_families", "hf_config"),
-    *("job", "cluster", "layout", "planfile"),
+    *("program", "job", "cluster", "layout", "planfile"),
     *("data", "plan", "hf_meta", "derive", "run", "measure", "check", "doctor", "export", "report", "web"),
     *("launcher", "cli_options", "cli_train_options", "cli_parity_options", "cli"),
 )

@@ -440,6 +440,28 @@ def parity(
 
 
 @app.command()
+def accuracy(
+    runs: Annotated[Path, typer.Argument(help="Published runs, a CSV file of the form of runs.csv.")],
+    by: Annotated[
+        str,
+        typer.Option(help="Groups, comma-separated: gpu, framework, program, source, axis, kind, precision."),
+    ] = "gpu,framework,axis",
+    models: Annotated[Path | None, typer.Option(help="Sizes of models.  [models.csv beside RUNS]")] = None,
+    gpus: Annotated[Path | None, typer.Option(help="Data sheets of GPUs.  [gpus.csv beside RUNS]")] = None,
+    a_priori: Annotated[
+        bool, typer.Option(help="With nothing fitted, as unknown hardware is planned.")
+    ] = False,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Predict published runs and say how far off, by kinds of runs and within sweeps of one job."""
+    from shardwright.check.accuracy import accuracy as accuracy_of
+    from shardwright.report.accuracy import accuracy_report
+
+    document = accuracy_of(runs, models, gpus, by.split(","), fitted=not a_priori)
+    _print(document, as_json, accuracy_report)
+
+
+@app.command()
 def tokenize(
     inputs: opt.Inputs,
     output: opt.TokensOutput,

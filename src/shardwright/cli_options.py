@@ -25,6 +25,7 @@ from shardwright.layout import (
 )
 from shardwright.plan.columns import NAMED_COLUMNS, column_code
 from shardwright.plan.frameworks import FRAMEWORKS, within_framework
+from shardwright.program import known_program
 
 
 class Precision(StrEnum):
@@ -52,6 +53,7 @@ class AccountingName(StrEnum):
 
     fsdp2 = "fsdp2"
     zero = "zero"
+    zero_bf16 = "zero_bf16"
     megatron = "megatron"
     pure_bf16 = "pure_bf16"
 
@@ -296,7 +298,7 @@ def cluster_of_options(options: ClusterOptions) -> Cluster:
                     f"--gpus is missing: say how many of {name} there are, --gpus 8 for example"
                 )
             gpus = usable_cores()
-        cluster = cluster_of(name, gpus, options.gpus_per_node)
+        cluster = cluster_of(name, gpus, options.gpus_per_node, fitted=True)
     if price is None:
         return cluster
     if not 0 < price < float("inf"):
@@ -321,6 +323,8 @@ def job_of_options(
         values["accounting"] = options.accounting.value
     elif framework is not None:
         values["accounting"] = FRAMEWORKS[framework.value].accounting
+    if framework is not None:
+        values["program"] = known_program(FRAMEWORKS[framework.value].program).program()
     values["lora_targets"] = tuple(name.strip() for name in options.lora_targets.split(",") if name.strip())
     return Job.checked(values)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -63,6 +63,39 @@ class Level(Description):
     shared: bool = False
 
 
+FITTED = (
+    *("matmul_efficiency", "gemm_fill", "fp8_factor", "attention_efficiency", "attention_backward"),
+    *("memory_efficiency", "launch", "overlap"),
+)
+"""Fields of a device that a fit may change; besides its links."""
+
+
+class Fit(Description):
+    """Constants of a device fitted to published runs (scripts/fit_devices.py), with what they leave.
+
+    ``intra`` and ``inter`` scale the bandwidth of its links; the others replace its fields. ``median`` and
+    ``p90`` are of absolute errors ln(predicted / measured) over its ``rows``.
+    """
+
+    error: ClassVar[type[ShardwrightError]] = ClusterError
+    noun: ClassVar[str] = "fit"
+
+    date: str
+    rows: NonNegativeInt
+    median: NonNegativeFloat
+    p90: NonNegativeFloat
+    matmul_efficiency: float = Field(gt=0, le=1)
+    gemm_fill: float = Field(ge=0)
+    fp8_factor: float | None = Field(default=None, gt=0)
+    attention_efficiency: float = Field(gt=0, le=1)
+    attention_backward: float = Field(gt=0, le=2)
+    memory_efficiency: float = Field(gt=0, le=1)
+    launch: Seconds = Field(ge=0)
+    overlap: float = Field(ge=0, le=1)
+    intra: float = Field(gt=0, description="of the bandwidth between devices of one node")
+    inter: float = Field(gt=0, description="of the bandwidth between nodes")
+
+
 class Device(Description):
     """One device: capacities from its data sheet, efficiencies and overheads from measurements.
 
@@ -82,16 +115,17 @@ class Device(Description):
     fp32: FlopsPerSecond = Field(gt=0)
     fp64: FlopsPerSecond = Field(gt=0)
     matmul_efficiency: float = Field(gt=0, le=1, description="share of the peak of large products")
-    fp8_factor: float = Field(
-        default=0.89, gt=0, le=1, description="matmul_efficiency in fp8 over that in bf16"
-    )
+    fp8_factor: float = Field(default=0.89, gt=0, description="matmul_efficiency in fp8 over that in bf16")
     sms: NonNegativeInt = Field(
         default=0, description="multiprocessors that share out a product's tiles; 0: it runs at one rate"
     )
-    gemm_fill: NonNegativeInt = Field(
+    gemm_fill: NonNegativeFloat = Field(
         default=128, description="steps of the inner dimension that filling a tile's pipeline costs"
     )
     attention_efficiency: float = Field(gt=0, le=1, description="of a causal sequence of 8192")
+    attention_backward: float = Field(
+        default=1.0, gt=0, le=2, description="rate of attention's backward pass over that of forward"
+    )
     memory_efficiency: float = Field(gt=0, le=1)
     launch: Seconds = Field(default=5e-6, ge=0, description="of one kernel, where it does not hide")
     context: Bytes = Field(ge=0, description="held by driver, kernels and libraries in every process")
@@ -111,10 +145,27 @@ class Device(Description):
     overlap: float = Field(
         default=1.0, ge=0, le=1, description="share of communication that may run beside computation"
     )
+    fit: "Fit | None" = Field(default=None, description="what published runs say of it; else a priori")
     gpus_per_node: PositiveInt = 8
     intra_link: Link = Field(description="between devices of one node")
     inter_link: Link = Field(description="between nodes, per device")
     source: str
+
+    @property
+    def fitted(self) -> "Device":
+        """With the constants of its ``fit``, if it has one."""
+        if self.fit is None:
+            return self
+        changes: dict[str, Any] = {
+            name: value
+            for name, value in self.fit.model_dump(exclude_none=True).items()
+            if name in FITTED and name in Device.model_fields
+        }
+        for link, scale in (("intra_link", self.fit.intra), ("inter_link", self.fit.inter)):
+            known = getattr(self, link)
+            rates = {"bandwidth": known.bandwidth, "switch_bandwidth": known.switch_bandwidth}
+            changes[link] = known.model_copy(update={name: rate * scale for name, rate in rates.items()})
+        return self.model_copy(update=changes | {"fit": None})
 
     def peak(self, precision: str) -> float:
         """Dense peak of ``precision`` [FLOP/s]."""
@@ -201,8 +252,9 @@ def device_names() -> list[str]:
     return sorted(names)
 
 
-def device(name: str) -> Device:
-    """A device shipped with the package, by name or alias, in any case.
+def device(name: str, *, fitted: bool = False) -> Device:
+    """A device shipped with the package, by name or alias, in any case; with what published runs say of it,
+    or a priori.
 
     Raises: ClusterError: unknown; the message names the nearest.
     """
@@ -210,16 +262,20 @@ def device(name: str) -> Device:
     for candidate in _devices():
         if wanted in (candidate.name, *candidate.aliases):
             own = {"memory": host_memory()} if candidate.kind == "cpu" else {}
-            return candidate.model_copy(update=own)
+            known = candidate.model_copy(update=own)
+            return known.fitted if fitted else known
     raise ClusterError(f"device {name!r} is unknown{nearest(wanted, device_names())}")
 
 
-def cluster_of(device_name: str, ranks: int, gpus_per_node: int | None = None) -> Cluster:
-    """A cluster of ``ranks`` devices, what is not given taken from the device and listed as assumed.
+def cluster_of(
+    device_name: str, ranks: int, gpus_per_node: int | None = None, *, fitted: bool = False
+) -> Cluster:
+    """A cluster of ``ranks`` devices, what is not given taken from the device and listed as assumed;
+    ``fitted``: with what published runs say of the device.
 
     Raises: ClusterError: unknown device, or a count below 1.
     """
-    kind = device(device_name)
+    kind = device(device_name, fitted=fitted)
     assumed = []
     per_node = gpus_per_node
     if per_node is None:

@@ -6,11 +6,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from shardwright.description import Description
 from shardwright.errors import JobError, ShardwrightError
+from shardwright.program import Program
 
 Precision = Literal["bf16", "fp8", "fp32", "fp64"]
 Optimizer = Literal["adamw", "sgd", "sgd_momentum", "adamw_8bit", "adafactor", "muon"]
 Packing = Literal["windows", "documents"]
-Accounting = Literal["fsdp2", "zero", "megatron", "pure_bf16"]
+Accounting = Literal["fsdp2", "zero", "zero_bf16", "megatron", "pure_bf16"]
 
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 """Kinds of matrices that may have adapters; a fused matrix has those of its parts as one."""
@@ -41,6 +42,7 @@ class Job(Description):
     steps: PositiveInt = 1000
     precision: Precision = "bf16"
     accounting: Accounting = "fsdp2"
+    program: Program = Field(default=Program(), description="what trains, if another than this package")
     optimizer: Optimizer = "adamw"
     lora_rank: NonNegativeInt = Field(default=0, description="0 trains all parameters")
     lora_targets: tuple[str, ...] = Field(default=(), description="kinds of matrices that have adapters")

@@ -41,6 +41,11 @@ ACCOUNTINGS: Mapping[str, AccountingRow] = {
     "zero": AccountingRow(
         2, 2, 4, 4, 3, 2, 1, "Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 2 + 2 + 12 with Adam"
     ),
+    "zero_bf16": AccountingRow(
+        2, 6, 4, 4, 3, NEVER, 1,
+        "DeepSpeed runtime/bf16_optimizer.py: 16-bit gradients and an fp32 sum of them beside, both whole; "
+        "master and moments are split",
+    ),
     "megatron": AccountingRow(
         2, 4, 4, 4, 3, NEVER, 1,
         "NVIDIA/Megatron-LM docs/user-guide/features/dist_optimizer.md: bf16 weights, fp32 main gradients, "

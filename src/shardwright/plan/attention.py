@@ -10,6 +10,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.gemm import memory_rate
 from shardwright.plan.table import Floats, Ints
+from shardwright.program import Program
 
 BACKWARD_ATTENTION = 2.5
 """Flash attention's backward pass over its forward pass: five matrix products against two."""
@@ -22,6 +23,22 @@ shared FORMULAE 5.4."""
 
 STATED_KEYS = 4096
 """Keys that a query saw where ``Device.attention_efficiency`` was measured: a causal sequence of 8192."""
+
+SCORE_FILL = 64
+"""Inner dimension at which a batched product of one head works at half its rate; an assumption."""
+
+SCORE_TOUCHES = (4, 7)
+"""Reads and writes of a score in 16 bits forward and backward, where scores go through memory: product,
+softmax with mask, product; and the same with gradients."""
+
+DROPOUT_BYTES = (5, 5)
+"""What dropout adds: read, written, with a mask of 1 B, in both passes."""
+
+ALIGNMENT = 8
+"""Elements of 16 bits that a row of a product must be a multiple of for all of a tensor core's rate."""
+
+MISALIGNED_RATE = 1 / 16
+"""Of a product whose rows are not: that of cores that are no tensor cores, on A100 19.5 of 312 TFLOP/s."""
 
 QUERY_TILE = 128
 """Queries of one head that a multiprocessor works on."""
@@ -85,6 +102,7 @@ def attention_times(
     seq: int,
     precision: str,
     device: Device,
+    program: Program,
     tokens: Floats,
     tp: Ints,
     cp: Ints,
@@ -101,7 +119,11 @@ def attention_times(
     heads, kv_heads = model.heads, model.kv_heads
     query, value = head_sizes(model)
     ring = cp_kind == CONTEXT_KINDS.index("ring")
-    peak = device.peak("bf16" if precision == "fp8" else precision) * device.attention_efficiency
+    if program.attention == "scores":
+        return _score_times(model, seq, precision, device, program, tokens, tp)
+    peak = device.peak("bf16" if precision == "fp8" else precision)
+    peak *= device.attention_efficiency * program.attention_rate
+    peak *= program.newer_rate if device.fp8 else 1.0
     keys = _weighted_keys(model, seq, device, np.where(ring, cp, 1))
     each = 2 * (query + value) / peak * keys  # of a query of one head
     element, rate = ELEMENT_BYTES[precision], memory_rate(device)
@@ -115,8 +137,37 @@ def attention_times(
     steps = np.where(ring, cp - 1, 0)
     return AttentionTimes(
         core + steps * (ahead * load + 2 * device.launch),
-        BACKWARD_ATTENTION * core + steps * (back * load + 4 * device.launch),
+        BACKWARD_ATTENTION / device.attention_backward * core + steps * (back * load + 4 * device.launch),
     )
+
+
+def _score_times(
+    model: ModelSpec,
+    seq: int,
+    precision: str,
+    device: Device,
+    program: Program,
+    tokens: Floats,
+    tp: Ints,
+) -> AttentionTimes:
+    """Attention whose scores go through memory [s]: two products over all keys, masked or not, at the rate of
+    products with an inner dimension of a head, and a fused scale, mask, softmax and dropout between.
+
+    Source: Megatron-LM megatron/core/fusions/fused_softmax.py and transformer/dot_product_attention.py.
+    """
+    query, value = head_sizes(model)
+    element, memory = ELEMENT_BYTES[precision], memory_rate(device) / program.score_traffic
+    scores = tokens * (model.heads / tp) * seq
+    each = (query + value) / 2
+    rate = device.peak(precision) * device.matmul_efficiency * each / (each + SCORE_FILL)
+    rate *= MISALIGNED_RATE if query % ALIGNMENT or value % ALIGNMENT else 1.0
+    products = 2 * (query + value) * scores / rate
+    dropped = model.model_type == "gpt2"
+    moved = [
+        scores * (touches * element + dropped * more) / memory
+        for touches, more in zip(SCORE_TOUCHES, DROPOUT_BYTES, strict=True)
+    ]
+    return AttentionTimes(products + moved[0], 2 * products + moved[1])
 
 
 def _weighted_keys(model: ModelSpec, seq: int, device: Device, blocks: Ints) -> Floats:

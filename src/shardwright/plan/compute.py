@@ -150,6 +150,10 @@ class _Light(NamedTuple):
     kernels: tuple[int, int]
 
 
+EVERY_SECOND = 0.4
+"""Of a block's products, those that selective recomputation of every second one repeats: keys, output and
+up of a Llama block. Source: pytorch/torchtitan torchtitan/distributed/activation_checkpoint.py."""
+
 SMALL_KERNELS = 7
 """Of a block's forward pass, besides products, attention, norms, rotations, activation and residuals: views
 that copy, and casts. The runtime's Llama block launches 22 kernels forward and 48 backward in all."""
@@ -205,12 +209,12 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
 
     Source: shared FORMULAE 5.
     """
-    light, launch = _light(model, job.precision, kind), device.launch
-    per_element = ELEMENT_BYTES[job.precision] / memory_rate(device)
+    light, launch = _light(model, job.precision, kind), device.launch * job.program.launches
+    per_element = ELEMENT_BYTES[job.precision] / memory_rate(device) * job.program.light_traffic
     split = split_products(model, job, device, kind, work.tokens, work.tp)
     whole = whole_products(model, job, device, kind, work.tokens / work.by_sequence)
     attention = attention_times(
-        model, job.seq, job.precision, device, work.tokens, work.tp, work.cp, work.cp_kind
+        model, job.seq, job.precision, device, job.program, work.tokens, work.tp, work.cp, work.cp_kind
     )
     moved = [
         per_element * work.tokens * (light.shared[way] / work.by_sequence + light.split[way] / work.tp)
@@ -225,10 +229,18 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
         copied = per_element * sent * expert_factor(job, work.ep)
         permuted = [copied * (light.routed[way] + light.hidden[way] / work.etp) for way in (0, 1)]
         experts = routed.forward + permuted[0]
+        mine = model.moe.experts / work.ep if model.moe else 0.0
+        apart = launch * job.program.expert_launches * mine * (2 if job.precision == "fp8" else 1)
+        permuted = [permuted[0] + apart, permuted[1] + 2 * apart]
         moved = [each + more for each, more in zip(moved, permuted, strict=True)]
         forward, back = forward + routed.forward, back + routed.input_gradients
         weights = weights + routed.weight_gradients
     forward = forward + attention.forward + moved[0]
+    repeated = {
+        "light": moved[0],
+        "attention": attention.forward,
+        "products": moved[0] + EVERY_SECOND * split.forward,
+    }[job.program.selective]
     ends_in_product = kind == "dense" and model.norm_placement == "pre"
     return BlockTimes(
         forward=forward,
@@ -236,7 +248,7 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
         attention=attention.forward,
         attention_backward=attention.backward,
         weight_gradients=weights,
-        recompute_selective=moved[0],
+        recompute_selective=repeated,
         recompute_full=forward - split.last if ends_in_product else forward,
         experts=experts,
     )

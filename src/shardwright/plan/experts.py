@@ -31,7 +31,8 @@ def copies_per_token(model: ModelSpec, job: Job) -> float:
 def routed_tokens(job: Job, table: LayoutTable) -> Floats:
     """Tokens of a microbatch that a rank routes: with sp its own share of tp's, unless tp splits the experts,
     whose ranks then route the same tokens."""
-    own = np.where((table.sp == 1) & (table.etp == 1), table.tp, 1)
+    alone = (table.etp == 1) | job.program.trades_own
+    own = np.where((table.sp == 1) & alone, table.tp, 1)
     return np.asarray(table.micro_batch * job.seq / table.cp / own)
 
 
@@ -75,6 +76,16 @@ def tensor_rounds(model: ModelSpec, table: LayoutTable) -> Floats:
     """
     assert model.moe is not None, "a model with experts"
     return np.where(table.etp > 1, 1.0, 1.0 if model.moe.shared_ffn else 0.0)
+
+
+def gather_time(model: ModelSpec, job: Job, table: LayoutTable, route: Route) -> Floats:
+    """Where ranks of tp that split experts trade their own tokens: gathers of what came in and reductions of
+    what goes back, of one block with experts and one microbatch [s]."""
+    if not job.program.trades_own or (table.etp == 1).all():
+        return np.zeros((1,) * table.etp.ndim)
+    each = dispatched_bytes(model, job, table) * table.tp
+    time = dispatch_launches(table) * collective_time("all_gather", each, 1, route)
+    return np.where(table.etp > 1, time, 0.0)
 
 
 def dispatch_time(model: ModelSpec, job: Job, table: LayoutTable, route: Route) -> Floats:

@@ -22,6 +22,7 @@ from shardwright.plan.runnable import RUNNABLE_COLUMNS, job_refusals, not_runnab
 from shardwright.plan.search import SearchResult, rejection_notes, search
 from shardwright.plan.step import mfu, tokens_per_second_per_device
 from shardwright.plan.traffic import traffic
+from shardwright.plan.uncertainty import interval_of, settled_by, tied, within_job
 from shardwright.planfile import Plan
 from shardwright.units import BYTES, HOUR, format_bytes, format_time, parse_quantity
 
@@ -130,8 +131,22 @@ def _document(
         "assumed": list(_assumed(model, job, cluster, bool((result.rows(list(shown)).ep > 1).any()))),
         "not_runnable_reasons": not_runnable_reasons(model, job, result.layout(int(result.best[0]))),
         "best": list(shown.values()),
+        "uncertainty": _uncertainty(job, cluster, list(shown.values())),
         "why": _why(result, result.limit),
         "pareto": pareto_rows(result),
+    }
+
+
+def _uncertainty(job: Job, cluster: Cluster, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whose residuals the intervals are, and which of the first rows, all run or all modelled, are tied."""
+    interval = interval_of(job, cluster)
+    alike = [row for row in rows if row["runnable"] == rows[0]["runnable"]]
+    count = tied([row["step_time"] for row in alike])
+    return {
+        **interval._asdict(),
+        "within_job": within_job(),
+        "tied": count,
+        "settled_by": settled_by(alike[0]["step_parts"], alike[1]["step_parts"]) if count > 1 else "",
     }
 
 
@@ -213,6 +228,7 @@ def _best_row(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult
     table, layout = result.rows([row]), result.layout(row)
     ledger = memory_ledger(model, job, cluster.device, table)
     step = simulated_step(model, job, cluster, [layout])
+    interval = interval_of(job, cluster)
     return {
         "label": layout.label,
         "layout": layout.model_dump(mode="json"),
@@ -223,6 +239,14 @@ def _best_row(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult
             "device": float(ledger.device[0]),
         },
         "step_time": float(step.time[0]),
+        "step_time_low": float(step.time[0]) * interval.low,
+        "step_time_high": float(step.time[0]) * interval.high,
+        "step_parts": {
+            "compute": float(step.compute.ravel()[0]),
+            "bubble": float(step.bubble.ravel()[0]),
+            "optimizer": float(step.optimizer.ravel()[0]),
+            **{axis: float(np.ravel(time)[0]) for axis, time in step.exposed.items()},
+        },
         "bubble_time": float(step.bubble[0]),
         "exposed_time": float(sum(values[0] for values in step.exposed.values())),
         "sent_bytes": float(sum(flow.sent_bytes[0] for flow in traffic(model, job, table))),

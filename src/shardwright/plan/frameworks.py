@@ -17,6 +17,7 @@ class Framework(NamedTuple):
     """What one framework can run: names or numbers that columns may have, and where in it that stands."""
 
     accounting: Accounting
+    program: str  # of data/programs, by whose differences its steps are timed
     allowed: Mapping[str, tuple[str | int, ...]]
     source: str
 
@@ -26,6 +27,7 @@ USUAL_ORDER = "pp/dp_replicate/dp_shard/cp/tp"
 FRAMEWORKS: Mapping[str, Framework] = {
     "torchtitan": Framework(
         accounting="fsdp2",
+        program="torchtitan",
         allowed={
             "schedule": (
                 *("none", "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"),
@@ -41,6 +43,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     "megatron": Framework(
         accounting="megatron",
+        program="megatron-core",
         allowed={
             "zero_stage": (0, 1),
             "schedule": ("none", "1F1B", "Interleaved1F1B"),
@@ -53,6 +56,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     "deepspeed": Framework(
         accounting="zero",
+        program="deepspeed",
         allowed={
             "schedule": ("none", "1F1B"),
             "cp_kind": ("none", "ulysses"),
@@ -68,6 +72,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     "fsdp2": Framework(
         accounting="fsdp2",
+        program="torchtitan",
         allowed={
             "pp": (1,),
             "ep": (1,),

@@ -24,7 +24,7 @@ from shardwright.plan.compute import (
     logits_again,
 )
 from shardwright.plan.compute import Work as Computation
-from shardwright.plan.experts import dispatch_time
+from shardwright.plan.experts import dispatch_time, gather_time
 from shardwright.plan.holdings import block_kinds
 from shardwright.plan.placement import routes_of
 from shardwright.plan.table import Floats, LayoutTable
@@ -123,9 +123,15 @@ def _block(
         weight_gradients=times.weight_gradients,
         tp=_tensor_time(model, job, table, routes["tp"], work.tokens, rounds),
         cp=_context_time(model, job, table, routes["cp"], work.tokens, times, device.overlap),
-        ep=dispatch_time(model, job, table, routes["ep"]) if kind == "experts" else 0.0,
+        ep=_experts_time(model, job, table, routes) if kind == "experts" else 0.0,
         host=_offload_time(model, job, device, table, times, kind),
     )
+
+
+def _experts_time(model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route]) -> Floats:
+    """Tokens to their experts and back, and gathered over ranks that split an expert."""
+    trades = dispatch_time(model, job, table, routes["ep"])
+    return job.program.ep_exposed * trades + gather_time(model, job, table, routes["etp"])
 
 
 def _tensor_time(
@@ -138,7 +144,8 @@ def _tensor_time(
     count = rounds.forward + rounds.backward
     split = count * collective_time("all_gather", vector, 1, route)
     whole = count / 2 * collective_time("all_reduce", vector, 1, route)
-    return np.where(table.tp > 1, np.where(table.sp == 1, split, whole), 0.0)
+    exposed = np.where(table.sp == 1, split, whole) * job.program.tp_exposed
+    return np.where(table.tp > 1, exposed, 0.0)
 
 
 def _context_time(

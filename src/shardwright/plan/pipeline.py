@@ -14,7 +14,7 @@ from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
-from shardwright.plan.parts import hop_time, part_times
+from shardwright.plan.parts import Part, Parts, hop_time, part_times
 from shardwright.plan.placement import routes_of
 from shardwright.plan.schedule import SCHEDULES, stage_ranks
 from shardwright.plan.simulate import StageTimes, Timeline, schedule_graph, simulate
@@ -36,8 +36,14 @@ def simulated_step(model: ModelSpec, job: Job, cluster: Cluster, layouts: Sequen
 
     Raises: LayoutError: a schedule has no such order.
     """
-    step = step_time(model, job, cluster, table_of(layouts, model.layers))
-    return replace(step, bubble=simulated_bubbles(model, job, cluster, layouts))
+    table = table_of(layouts, model.layers)
+    routes = routes_of(cluster, table)
+    parts = part_times(model, job, cluster, table, routes)
+    step = step_time(model, job, cluster, table, routes, parts)
+    if (table.pp == 1).all():
+        return step
+    hop = hop_time(model, job, table, routes)
+    return replace(step, bubble=_bubbles(model, layouts, parts, hop, job.program.waits))
 
 
 def simulated_bubbles(model: ModelSpec, job: Job, cluster: Cluster, layouts: Sequence[Layout]) -> Floats:
@@ -45,14 +51,22 @@ def simulated_bubbles(model: ModelSpec, job: Job, cluster: Cluster, layouts: Seq
 
     Raises: LayoutError: a schedule has no such order.
     """
+    table = table_of(layouts, model.layers)
+    routes = routes_of(cluster, table)
+    parts = part_times(model, job, cluster, table, routes)
+    return _bubbles(model, layouts, parts, hop_time(model, job, table, routes), job.program.waits)
+
+
+def _bubbles(model: ModelSpec, layouts: Sequence[Layout], parts: Parts, hop: Floats, waits: bool) -> Floats:
     idle = np.zeros(len(layouts))
+    hops = np.broadcast_to(hop, len(layouts))
     alike = defaultdict(list)
     for row, layout in enumerate(layouts):
         if layout.pp > 1:
             alike[layout.schedule, layout.pp, layout.chunks, layout.microbatches].append(row)
     for (schedule, pp, chunks, microbatches), rows in alike.items():
-        times, hop = _stage_times(model, job, cluster, [layouts[row] for row in rows])
-        whole = makespans(schedule, pp, chunks, microbatches, times, hop)
+        times = _stage_times(model, [layouts[row] for row in rows], _rows(parts, rows, len(layouts)))
+        whole = makespans(schedule, pp, chunks, microbatches, times, hops[rows], waits=waits)
         each = microbatches // SCHEDULES[schedule].pipelines
         forward, input_grad, weight_grad = (np.asarray(part) for part in times[:3])
         of_stage = each * (forward + input_grad + weight_grad)
@@ -74,22 +88,30 @@ def pipeline_timeline(model: ModelSpec, job: Job, cluster: Cluster, layout: Layo
     Raises: LayoutError: the schedule has no such order.
     """
     graph = schedule_graph(layout.schedule, layout.pp, layout.chunks, layout.microbatches)
-    times, hop = _stage_times(model, job, cluster, [layout])
-    return simulate(graph, StageTimes(*(np.asarray(part)[0] for part in times[:3])), float(hop[0]))
+    table = table_of([layout], model.layers)
+    routes = routes_of(cluster, table)
+    times = _stage_times(model, [layout], part_times(model, job, cluster, table, routes))
+    hop = float(np.broadcast_to(hop_time(model, job, table, routes), 1)[0])
+    return simulate(graph, StageTimes(*(np.asarray(part)[0] for part in times[:3])), hop)
 
 
-def _stage_times(
-    model: ModelSpec, job: Job, cluster: Cluster, layouts: Sequence[Layout]
-) -> tuple[StageTimes, Floats]:
-    """Seconds of one microbatch on each stage, (layouts, stages), and of a hop, of as many stages each.
+def _rows(parts: Parts, rows: Sequence[int], count: int) -> Parts:
+    """The parts of some of so many layouts."""
+
+    def some(part: Part) -> Part:
+        return Part(*(np.broadcast_to(np.asarray(time), count)[rows] for time in part))
+
+    experts = None if parts.experts is None else some(parts.experts)
+    return Parts(some(parts.block), experts, some(parts.embedding), some(parts.head))
+
+
+def _stage_times(model: ModelSpec, layouts: Sequence[Layout], parts: Parts) -> StageTimes:
+    """Seconds of one microbatch on each stage, (layouts, stages), of as many stages each.
 
     Computation with the exposed communication inside it, half of it forward and half backward; embedding and
     head where they lie.
     """
-    table = table_of(layouts, model.layers)
     layers = np.array([layout.stage_layers for layout in layouts], dtype=np.float64)
-    routes = routes_of(cluster, table)
-    parts = part_times(model, job, cluster, table, routes)
     forward, backward, weight = (np.zeros_like(layers) for _ in range(3))
     of_kind = [(layers, parts.block)]
     if parts.experts is not None:
@@ -102,8 +124,7 @@ def _stage_times(
     for stage, end in ((0, parts.embedding), (-1, parts.head)):
         forward[:, stage] += end.forward + end.beside / 2
         backward[:, stage] += end.backward + end.beside / 2
-    hop = np.broadcast_to(hop_time(model, job, table, routes), len(layouts))
-    return StageTimes(forward, backward - weight, weight), np.asarray(hop)
+    return StageTimes(forward, backward - weight, weight)
 
 
 def _column(values: Floats | float) -> Floats:

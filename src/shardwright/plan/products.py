@@ -224,6 +224,9 @@ def _summed(
     job: Job, device: Device, parts: list[_Local], rows: Floats, tp: Floats, groups: Floats
 ) -> ProductTimes:
     """Times of all ``parts`` for ``rows`` tokens of each of ``groups``, on the grid of the arguments."""
+    casts = job.program.casts
+    if job.program.narrow_rate != 1:
+        device = device.model_copy(update={"fp8_factor": device.fp8_factor * job.program.narrow_rate})
     total = [np.zeros(np.broadcast_shapes(rows.shape, tp.shape)) for _ in ProductTimes._fields]
     for part in parts:
         precision = job.precision if part.narrow or job.precision != "fp8" else "bf16"
@@ -233,9 +236,9 @@ def _summed(
         back = gemm_time(rows, k, n, device, precision, groups)
         if part.narrow and precision == product_precision(device, precision) == "fp8":
             cast, turned = CAST_BYTES * (read + weights), TURN_BYTES * (read + weights)
-            ahead = ahead + cast / memory_rate(device) + 2 * device.launch
+            ahead = ahead + casts * (cast / memory_rate(device) + 2 * device.launch)
             moved = CAST_BYTES * rows * n * groups + turned
-            back = back + moved / memory_rate(device) + 2 * device.launch
+            back = back + casts * (moved / memory_rate(device) + 2 * device.launch)
         if part.base and job.base_bits < 16:
             unpacked = (job.base_bits / 8 + 2) * weights / memory_rate(device)
             ahead, back = ahead + unpacked, back + unpacked

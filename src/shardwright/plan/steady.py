@@ -31,9 +31,18 @@ class _Period(NamedTuple):
 
 
 def makespans(
-    schedule: str, ranks: int, chunks: int, microbatches: int, times: StageTimes, hop: Floats
+    schedule: str,
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    times: StageTimes,
+    hop: Floats,
+    *,
+    waits: bool = True,
 ) -> Floats:
     """From the first start to the last end [s], (cases,); exact, as that of ``simulate``.
+
+    If no rank ``waits`` for others before its next step, it is that of the rank with the longest.
 
     ``times`` have shape (cases, stages) and no times of their own for full backwards or fused pairs; ``hop``
     (cases,) is the time of a transfer.
@@ -55,13 +64,14 @@ def makespans(
         columns = StageTimes(forward[cases], input_grad[cases], weight_grad[cases])
         line = simulate(graph, columns, hop[cases][:, None])
         if run == microbatches:
-            found[cases] = line.makespan
+            found[cases] = line.makespan if waits else line.span.max(axis=-1)
             continue
         for place, (case, period) in enumerate(zip(cases, _periods(line), strict=True)):
             left = microbatches - run
             each = period.microbatches * SCHEDULES[schedule].pipelines if period else ranks
             if period and left % each == 0:
-                found[case] = line.makespan[place] + left // each * period.time
+                whole = line.makespan[place] if waits else line.span[place].max()
+                found[case] = whole + left // each * period.time
             else:
                 more = left % each if period else _whole_rounds(run // 2, ranks)
                 waiting.setdefault(min(run + more, microbatches), []).append(case)

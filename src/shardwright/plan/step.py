@@ -105,10 +105,17 @@ class Outside(NamedTuple):
     update: Floats
 
 
-def step_time(model: ModelSpec, job: Job, cluster: Cluster, table: LayoutTable) -> StepTime:
-    """The step of every row of ``table``."""
-    routes = routes_of(cluster, table)
-    parts = part_times(model, job, cluster, table, routes)
+def step_time(
+    model: ModelSpec,
+    job: Job,
+    cluster: Cluster,
+    table: LayoutTable,
+    routes: Mapping[str, Route] | None = None,
+    parts: Parts | None = None,
+) -> StepTime:
+    """The step of every row of ``table``; ``routes`` and ``parts`` if they are at hand."""
+    routes = routes or routes_of(cluster, table)
+    parts = parts or part_times(model, job, cluster, table, routes)
     inside = inside_time(model, job, table, routes, parts)
     outside = outside_time(model, job, cluster, table, routes, parts)
     return StepTime(
@@ -153,7 +160,8 @@ def outside_time(
     parts: Parts,
 ) -> Outside:
     """What the data axes and the optimizer add."""
-    shard, overlap = shard_axis(table), cluster.device.overlap
+    shard, overlap = shard_axis(table), cluster.device.overlap * job.program.data_hidden
+    staged = overlap * job.program.stage_hidden
     blocks, with_experts = slowest_blocks(table, model), most_expert_blocks(table, model)
     share = with_experts / np.maximum(blocks, 1e-9)
     block = parts.block
@@ -165,9 +173,9 @@ def outside_time(
     units = _units(model, job, routes, shard, gathered, elements, share, table.pp > 1)
     copies = copy_time(job, cluster.device, table, blocks, with_experts, gathered, elements)
     exposed = _scalar_times(table, routes)
-    exposed[shard] = exposed[shard] + _exposed_shard(table, blocks, units, block, parts.head, overlap)
+    exposed[shard] = exposed[shard] + _exposed_shard(table, blocks, units, block, parts.head, overlap, staged)
     exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
-        table, blocks, units, block, overlap
+        table, blocks, units, block, overlap, staged
     )
     held = busiest_units(model, table)
     once = [
@@ -272,11 +280,14 @@ def _units(
     def times(kind: str) -> _UnitTimes:
         route = routes["expert_shard" if kind == EXPERTS else shard]
         there = np.where(gathered[kind].padded > 0, 1, 0)
+        slower = 1 / job.program.data_bandwidth
         trains = np.where(trained[kind].shard > 0, 1, 0)
         return _UnitTimes(
-            collective_time("all_gather", gathered[kind].padded, there, route),
-            collective_time("reduce_scatter", wide * trained[kind].padded, trains, route),
-            collective_time("all_reduce", wide * trained[kind].shard, trains, routes["dp_replicate"]),
+            collective_time("all_gather", slower * gathered[kind].padded, there, route),
+            collective_time("reduce_scatter", slower * wide * trained[kind].padded, trains, route),
+            collective_time(
+                "all_reduce", slower * wide * trained[kind].shard, trains, routes["dp_replicate"]
+            ),
         )
 
     units = {kind: times(kind) for kind in (EMBEDDING, BLOCK, HEAD)}
@@ -298,6 +309,7 @@ def _exposed_shard(
     times: Part,
     end: Part,
     overlap: float,
+    staged: float,
 ) -> Floats:
     """Exposed time on the shard axes: gathers of each forward pass, gathers and reductions of backward."""
     embedding, block, head = units[EMBEDDING], units[BLOCK], units[HEAD]
@@ -306,7 +318,8 @@ def _exposed_shard(
 
     def piped() -> Floats:
         """No rank holds both ends; gradients are reduced when the schedule is through."""
-        reduced = blocks * block.reduce + np.maximum(head.reduce, embedding.reduce)
+        reduced = blocks * beyond(block.reduce, times.backward, staged)
+        reduced = reduced + np.maximum(head.reduce, embedding.reduce)
         return inner + (np.maximum(embedding.gather, last_gather) + reduced)
 
     def alone() -> Floats:
@@ -344,7 +357,12 @@ def _exposed_alone(
 
 
 def _exposed_replicate(
-    table: LayoutTable, blocks: Floats, units: Mapping[str, _UnitTimes], times: Part, overlap: float
+    table: LayoutTable,
+    blocks: Floats,
+    units: Mapping[str, _UnitTimes],
+    times: Part,
+    overlap: float,
+    staged: float,
 ) -> Floats:
     """Exposed time on dp_replicate: one all-reduce of each unit, under the last microbatch's backward; in a
     pipeline after it."""
@@ -353,7 +371,8 @@ def _exposed_replicate(
     embedding, block, head = units[EMBEDDING], units[BLOCK], units[HEAD]
 
     def piped() -> Floats:
-        return blocks * block.replicate + np.maximum(head.replicate, embedding.replicate)
+        hidden = blocks * beyond(block.replicate, times.backward, staged)
+        return hidden + np.maximum(head.replicate, embedding.replicate)
 
     def alone() -> Floats:
         under = beyond(head.replicate, times.backward, overlap)

@@ -44,12 +44,28 @@ def plan_report(document: Mapping[str, Any]) -> RenderableType:
         runs = any(row["runnable"] for row in best)
         title = "best layouts" if runs else "best layouts, only modelled"
         parts.append(_layouts(title, best, bubbles, runs=runs))
+    parts += [Text(sentence) for sentence in _uncertain(document)]
     if document["rejected"]:
         parts.append(_rejected(document))
     parts += [Text(sentence, style="green") for sentence in (document["why"], *_objective(document))]
     if not best[0]["runnable"]:
         parts.append(Text(_only_modelled(document), style="yellow"))
     return Group(*parts)
+
+
+def _uncertain(document: Mapping[str, Any]) -> Iterator[str]:
+    """How far times may be off, and which layouts cannot be told apart."""
+    said, first = document["uncertainty"], document["best"][0]
+    low, high = format_time(first["step_time_low"]), format_time(first["step_time_high"])
+    yield (
+        f"the first takes {low} to {high}: so lie four of five published runs of the nearest kind "
+        f"({said['kind']}, {said['rows']})"
+    )
+    if said["tied"] > 1:
+        yield (
+            f"the first {said['tied']} are tied: closer than {said['within_job']:.1%}, by which errors of "
+            f"one job differ; to tell, measure {said['settled_by']}"
+        )
 
 
 def pareto_plan_report(document: Mapping[str, Any]) -> RenderableType:

@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test parity check bench bench-peer venv clean
+# make cases: field reports with known causes, and what the doctor says of them.
+.PHONY: run test parity cases check bench bench-peer venv clean
 
 run: $(STAMP)
 	$(BIN)/shardwright loop
@@ -15,6 +16,9 @@ test: $(STAMP)
 
 parity: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/parity.py
+
+cases: $(STAMP)
+	$(BIN)/python scripts/cases.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests scripts

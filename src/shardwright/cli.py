@@ -520,6 +520,30 @@ def train(
 
 
 @app.command()
+def doctor(
+    files: opt.EvidenceFiles,
+    model: opt.DoctorModel = None,
+    given: opt.Given = "",
+    watch: opt.Watch = None,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Say from logs, dumps and plans what went wrong, how sure that is, and what to do."""
+    from shardwright.doctor.diagnose import diagnose
+    from shardwright.doctor.watch import watched
+    from shardwright.report.doctor import doctor_report
+
+    spec = None if model is None else model_of(model)
+    document = watched(
+        lambda: diagnose(files, sys.stdin.buffer, model=spec, given=given),
+        files if watch else (),
+        watch or 0.0,
+    )
+    _print(document, as_json, doctor_report)
+    if document["findings"]:
+        raise typer.Exit(AnswerIsNo.exit_status)
+
+
+@app.command()
 def loop(
     run_dir: opt.RunFolder = None,
     nproc: Annotated[int, typer.Option(help="Ranks.", min=1)] = 2,

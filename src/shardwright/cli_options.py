@@ -434,3 +434,30 @@ FewerSteps = Annotated[
 RunFolder = Annotated[
     Path | None, typer.Option("--run-dir", help="Folder of the run. Default: runs/<name>-<time>.")
 ]
+
+# Options of `doctor`
+EvidenceFiles = Annotated[
+    list[str],
+    typer.Argument(
+        help="Logs, dumps, plans, configurations, traces, metrics, a run folder; - for a pipe.",
+        metavar="FILES...",
+    ),
+]
+DoctorModel = Annotated[
+    str | None, typer.Option("--model", help="The model: a preset name, a config.json, or a folder with one.")
+]
+Watch = Annotated[
+    float | None,
+    typer.Option(
+        "--watch",
+        help="Look at a run folder every so many seconds until something is found or it ends.",
+        min=0.1,
+    ),
+]
+Given = Annotated[
+    str,
+    typer.Option(
+        help='What the files do not say of the run: "gpus=64 tp=8 seq=4096 micro_batch=1 device=h100-sxm".',
+        metavar="NAME=VALUE...",
+    ),
+]

@@ -7,6 +7,7 @@
       LayoutError                 a layout that contradicts itself, its model or its job
       PlanFileError               a plan.toml: missing, of another schema version, edited by half
       DataError                   training data: absent, empty, out of vocabulary
+      EvidenceError               what the doctor is given: absent, refused, unreadable
       MissingExtraError           an optional part of shardwright is not installed
       AnswerIsNo                  exit status 1: the question is well put, the answer is no
         NothingFitsError          no layout fits or reaches the global batch
@@ -47,6 +48,10 @@ class PlanFileError(ShardwrightError):
 
 class DataError(ShardwrightError):
     """Training data that cannot be used."""
+
+
+class EvidenceError(ShardwrightError):
+    """A log, dump or other file that cannot be read."""
 
 
 class MissingExtraError(ShardwrightError):

@@ -16,7 +16,8 @@ from gloo import BASE, RaggedBatches, job_of, torch_batches
 from shardwright.errors import DataError, LayoutError, MissingExtraError, RunFailedError
 from shardwright.layout import Layout
 from shardwright.run.init import initialise
-from shardwright.run.launch import _record_flight, check_world, run_ranks, torchrun_rank, under_torchrun
+from shardwright.run.last_words import record_collectives
+from shardwright.run.launch import check_world, run_ranks, torchrun_rank, under_torchrun
 from shardwright.run.mesh import build_mesh
 from shardwright.run.step import Stepper, parallel_model
 
@@ -252,16 +253,19 @@ def test_termination_reaches_ranks_as_an_interrupt():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_flight_recorder_of_cuda_ranks_dumps_into_the_folder_unless_the_user_says_otherwise(tmp_path):
+def test_the_flight_recorder_dumps_into_the_folder_unless_the_user_says_otherwise(tmp_path):
     cuda, environment = torch.device("cuda"), {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
-    _record_flight(cuda, tmp_path, environment)
+    record_collectives(cuda, tmp_path, environment)
     assert environment == {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "7",
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-rank",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     nameless, untouched = {}, {}
-    _record_flight(cuda, None, nameless)
+    record_collectives(cuda, None, nameless)
     assert nameless == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    _record_flight(torch.device("cpu"), tmp_path, untouched)
+    record_collectives(torch.device("cpu"), None, untouched)
     assert untouched == {}
+    gloo = {}
+    record_collectives(torch.device("cpu"), tmp_path, gloo)
+    assert gloo == {"TORCH_FR_BUFFER_SIZE": "2000"}

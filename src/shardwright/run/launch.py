@@ -13,8 +13,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +26,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright.cluster import usable_cores
 from shardwright.errors import LayoutError, RunFailedError, ShardwrightError
+from shardwright.run.last_words import (
+    ask_all,
+    drop_crash_stack,
+    keep_crash_stack,
+    leave,
+    leave_when_asked,
+    record_collectives,
+    write_failures,
+)
 from shardwright.run.mesh import init_process_group
 from shardwright.run.options import COLLECTIVE_TIMEOUT_S
 
@@ -44,11 +53,8 @@ ECHOES = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting",
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
-FLIGHT_ENTRIES = 2000
-"""Collectives that the flight recorder of a CUDA rank keeps: some steps' worth, less than 1 MB."""
-
-FLIGHT_PREFIX = "flight-rank"
-"""Start of the name of its dump in the run folder; torch adds the rank."""
+LAST_WORDS_S = 5.0
+"""How long ranks that still live may take, after the first failure, to write what they were doing."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,13 @@ def torchrun_rank(
     device = _rank_device(device_type, int(os.environ["LOCAL_RANK"]))
     # torchrun itself sets OMP_NUM_THREADS to 1, so it does not tell what the user wants
     torch.set_num_threads(max(1, usable_cores() // local_world))
-    _record_flight(device, dump_folder)
+    record_collectives(device, dump_folder)
     init_process_group(device, "env://", int(os.environ["RANK"]), world, timeout_s)
-    result = record(function)(*args)
+    try:
+        result = record(function)(*args)
+    except Exception as error:
+        leave(dump_folder, error)
+        raise
     dist.destroy_process_group()
     return result
 
@@ -143,28 +153,35 @@ def run_ranks(
     )
     context = multiprocessing.get_context("fork" if fork else "spawn")
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, _termination_as_interrupt():
-        processes, connections = [], []
+        processes, connections, controls = [], [], []
         try:
             for rank in range(nproc):
                 receiver, sender = context.Pipe(duplex=False)
+                control, answer = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(sender, function, args, rank, nproc, folder, device_type, timeout_s, dump_folder),
+                    args=(
+                        *(sender, answer, function, args, rank, nproc),
+                        *(folder, device_type, timeout_s, dump_folder),
+                    ),
                     daemon=False,
                 )
                 process.start()
                 sender.close()
+                answer.close()
                 processes.append(process)
                 connections.append(receiver)
-            return _collect(processes, connections, Path(folder))
+                controls.append(control)
+            return _collect(processes, connections, controls, Path(folder), dump_folder)
         finally:
             _end_world(processes)
-            for receiver in connections:
-                receiver.close()
+            for connection in (*connections, *controls):
+                connection.close()
 
 
 def _rank_main(
     sender: Connection,
+    control: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     rank: int,
@@ -184,15 +201,21 @@ def _rank_main(
         device = _rank_device(device_type, rank)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, usable_cores() // nproc))
-        _record_flight(device, dump_folder)
+        record_collectives(device, dump_folder)
+        if dump_folder is not None:
+            keep_crash_stack(dump_folder, rank)
+            leave_when_asked(control, dump_folder)
         init_process_group(device, Path(folder, "store").as_uri(), rank, nproc, timeout_s)
         result = function(*args)
         dist.destroy_process_group()
         sender.send(result)
         status = 0
     except BaseException as error:  # noqa: BLE001  (the process ends here; whatever it was belongs to the parent)
-        sender.send(_failure(rank, error))
+        failure = _failure(rank, error)
+        leave(dump_folder, error)
+        sender.send(failure)
     finally:
+        drop_crash_stack(dump_folder, rank)
         sys.stderr.flush()
         os._exit(status)  # no exit handlers: those of the parent are not this process's to run
 
@@ -214,28 +237,6 @@ def _termination_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _record_flight(
-    device: torch.device, folder: Path | None, environment: MutableMapping[str, str] = os.environ
-) -> None:
-    """Turn on NCCL's flight recorder, which dumps on a timeout; what the user has set stays.
-
-    Torch reads the variables, by these or older names, when the process group is made. Without ``folder`` the
-    dumps go where torch puts them.
-    """
-    if device.type != "cuda":
-        return
-    settings = [
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(FLIGHT_ENTRIES)),
-        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
-    ]
-    if folder is not None:
-        dump = str(folder / FLIGHT_PREFIX)
-        settings.append((("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), dump))
-    for names, value in settings:
-        if not any(name in environment for name in names):
-            environment[names[0]] = value
 
 
 def _rank_device(device_type: str, local_rank: int) -> torch.device:
@@ -284,7 +285,13 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _collect(processes: Sequence[BaseProcess], connections: Sequence[Connection], folder: Path) -> list[Any]:
+def _collect(
+    processes: Sequence[BaseProcess],
+    connections: Sequence[Connection],
+    controls: Sequence[Connection],
+    folder: Path,
+    dump_folder: Path | None,
+) -> list[Any]:
     """Results by rank, once every rank has sent one."""
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
@@ -314,6 +321,11 @@ def _collect(processes: Sequence[BaseProcess], connections: Sequence[Connection]
         failure.kind == "KeyboardInterrupt" or failure.echo for failure in failures.values()
     ):
         raise RunFailedError("interrupted: all ranks were ended")
+    if dump_folder is not None:
+        alive = [controls[rank] for rank in range(len(processes)) if rank not in failures]
+        ask_all(alive, LAST_WORDS_S, wait)
+        ended = sorted(failures.values(), key=lambda failure: failure.time)
+        write_failures(dump_folder, [asdict(each) | {"echo": each.echo} for each in ended], list(results))
     raise _earliest_error(list(failures.values()), len(processes))
 
 

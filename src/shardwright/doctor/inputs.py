@@ -1,0 +1,342 @@
+"""Files of any kind as evidence: each is taken for what its first bytes say it is, not what it is called.
+
+Nothing of a file is executed, and none is read whole unless its size is bounded. What cannot be read is a
+note.
+"""
+
+import gzip
+import io
+import json
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import yaml  # type: ignore[import-untyped]
+
+from shardwright.doctor import crash_log, memory_log, message_log, nccl_log, step_log
+from shardwright.doctor.accelerate import is_accelerate, setting_of_accelerate
+from shardwright.doctor.deepspeed import is_deepspeed, setting_of_deepspeed
+from shardwright.doctor.evidence import Evidence, Message
+from shardwright.doctor.finding import Source
+from shardwright.doctor.flight import is_dump, read_dump
+from shardwright.doctor.lines import merged, rank_of_name, read_lines
+from shardwright.doctor.megatron import flags_of, is_megatron, setting_of_megatron
+from shardwright.doctor.pickles import RefusedPickleError, read_pickle
+from shardwright.doctor.run_folder import (
+    is_failures,
+    is_state,
+    read_failures,
+    read_ranks,
+    read_state,
+    silence_of,
+)
+from shardwright.doctor.setting import Setting, setting_of_plan
+from shardwright.doctor.step_log import step_of_mapping
+from shardwright.doctor.streams import BUFFER, AgainStream, BoundedStream, buffered
+from shardwright.doctor.tables import is_table, read_table
+from shardwright.doctor.torchtitan import is_torchtitan, setting_of_torchtitan
+from shardwright.doctor.trace import is_trace_head, read_trace
+from shardwright.doctor.trainer import is_trainer, setting_of_trainer
+from shardwright.errors import EvidenceError, ShardwrightError
+from shardwright.hf_config import model_from_config
+from shardwright.model import ModelSpec
+from shardwright.planfile import Plan
+
+HEAD = 8192
+LARGEST_DOCUMENT = 256 << 20
+"""Bytes of a JSON or TOML document that is read whole."""
+
+MOST_FILES = 4096
+"""Files of one folder or archive that are read."""
+
+STDIN = "-"
+
+TEXT_HEAD = 1 << 20
+"""Bytes of a text in which a table's header or a configuration is looked for."""
+
+LINE_READERS = merged(
+    [nccl_log.READERS, crash_log.READERS, memory_log.READERS, message_log.READERS, step_log.READERS]
+)
+"""What is looked for in text."""
+
+
+def gather(paths: Sequence[str], stdin: BinaryIO | None = None) -> Evidence:
+    """Everything that the files say. A folder is read with all it holds; ``-`` is standard input.
+
+    Raises: EvidenceError: a file does not exist, or none of them could be read.
+    """
+    evidence = Evidence()
+    for path in paths:
+        if path == STDIN:
+            if stdin is not None:
+                _read_stream(evidence, STDIN, cast(BinaryIO, AgainStream(b"", stdin)))
+            continue
+        if not Path(path).exists():
+            raise EvidenceError(f"file {path} does not exist: give logs, dumps, plans or a run folder")
+        if Path(path).is_dir():
+            if (silence := silence_of(Path(path))) is not None:
+                evidence.records.append(silence)
+            evidence.listing += [str(file) for file in Path(path).rglob("*") if file.is_file()]
+        for file in _files(Path(path)):
+            _read_file(evidence, file)
+    if not evidence.inputs and evidence.notes:
+        raise EvidenceError("; ".join(f"{file}: {note}" for file, note in evidence.notes))
+    return evidence
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    skipped = {".safetensors", ".distcp", ".pt", ".bin", ".pyc"}
+    yield from (file for file in found[:MOST_FILES] if file.suffix not in skipped)
+
+
+def _read_file(evidence: Evidence, path: Path) -> None:
+    try:
+        with path.open("rb", buffering=BUFFER) as stream:
+            _read_stream(evidence, str(path), stream, path.stat().st_size)
+    except OSError as fault:
+        evidence.notes.append((str(path), f"cannot be read: {fault.strerror}"))
+
+
+def _read_stream(evidence: Evidence, name: str, stream: BinaryIO, size: int = 0) -> None:
+    """One file, by what its first bytes say. Faults become notes."""
+    reader = buffered(stream)
+    try:
+        head = reader.peek(HEAD)[:HEAD]
+        kind = _kind(head, name)
+        _KINDS[kind](evidence, name, reader, size)
+        evidence.inputs.append((name, kind))
+    except (
+        ShardwrightError,
+        RefusedPickleError,
+        EOFError,
+        zipfile.BadZipFile,
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as fault:
+        words = str(fault) or type(fault).__name__
+        evidence.notes.append((name, words.removeprefix(f"{name} ")))
+
+
+def _kind(head: bytes, name: str) -> str:
+    if head.startswith(b"\x1f\x8b"):
+        return "gzip"
+    if head.startswith(b"PK\x03\x04"):
+        return "zip"
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return "pickle"
+    if head.startswith((b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh")):
+        return "packed"
+    if head.startswith((b"\x7fELF", b"\x89PNG", b"MZ\x90")):
+        return "binary"
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if start[:1] == b"{" or (start[:1] == b"[" and start[1:].lstrip()[:1] in (b"{", b"]")):
+        return "json"
+    if name.endswith(".toml"):
+        return "toml"
+    if (
+        head[:2] in (b"(d", b"(l", b"c_", b"cp", b"cb", b"cn", b"co")
+        and b"\n" in head[:200]
+        and name.endswith((".pkl", ".pickle"))
+    ):
+        return "pickle"  # of the text protocol
+    return "text"
+
+
+def _read_gzip(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+    inner = BoundedStream(cast(BinaryIO, gzip.GzipFile(fileobj=stream)), size, name)
+    _read_stream(evidence, name.removesuffix(".gz"), cast(BinaryIO, inner))
+
+
+def _read_zip(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+    with zipfile.ZipFile(stream) as archive:
+        members = [info for info in archive.infolist() if not info.is_dir()][:MOST_FILES]
+        if any(info.filename.endswith("data.pkl") for info in members):
+            raise EvidenceError("is a torch.save archive: weights are no evidence here, it is not loaded")
+        for info in members:
+            with archive.open(info) as member:
+                inner = BoundedStream(cast(BinaryIO, member), info.compress_size, f"{name}/{info.filename}")
+                _read_stream(evidence, f"{name}/{info.filename}", cast(BinaryIO, inner))
+
+
+def _read_pickled(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
+    document = read_pickle(stream)
+    if not is_dump(document):
+        raise EvidenceError("is a pickle, but no flight recorder dump")
+    evidence.dumps.append(read_dump(name, document))
+
+
+def _read_json(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+    head = stream.peek(HEAD)[:HEAD] if isinstance(stream, io.BufferedReader) else b""
+    if is_trace_head(head):
+        evidence.traces.append(read_trace(name, stream))
+        return
+    data = stream.read(LARGEST_DOCUMENT + 1)
+    try:
+        document = json.loads(data) if len(data) <= LARGEST_DOCUMENT else None
+    except ValueError:
+        document = None  # JSON lines, or a log that begins with a brace
+    if document is None:
+        before = len(evidence.records)
+        _read_text(evidence, name, cast(BinaryIO, AgainStream(data, stream)), size)
+        if len(evidence.records) == before:
+            evidence.notes.append(
+                (name, "begins as JSON and is cut off or malformed: nothing in it was recognised")
+            )
+        return
+    for matches, read in DOCUMENTS:
+        if matches(document):
+            read(evidence, name, document)
+            return
+    step = step_of_mapping(Source(name, 1, data[:400].decode("utf-8", errors="replace")), document)
+    if step is not None:
+        evidence.records.append(step)
+        return
+    _read_text(evidence, name, io.BytesIO(data), size)
+
+
+def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+    data = stream.read(LARGEST_DOCUMENT)
+    try:
+        document = tomllib.loads(data.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        raise EvidenceError(f"is no TOML: {fault}") from None
+    if "schema_version" in document:
+        _add_plan(evidence, name, data.decode("utf-8"))
+        return
+    if "model_type" in document and "hidden" in document:
+        evidence.models.append((name, ModelSpec.from_toml(data.decode("utf-8"), name)))
+        return
+    for matches, read in DOCUMENTS:
+        if matches(document):
+            read(evidence, name, document)
+            return
+    raise EvidenceError("is TOML of no kind that is known here: give a plan or a torchtitan configuration")
+
+
+def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
+    """A log, a table, a script or YAML: what its beginning says it is, and a log in any case."""
+    reader = buffered(stream)
+    head = reader.peek(TEXT_HEAD)[:TEXT_HEAD].decode("utf-8", errors="replace")
+    if is_table(head):
+        text = reader.read(LARGEST_DOCUMENT).decode("utf-8", errors="replace")
+        evidence.records += read_table(name, text)
+        return
+    _read_setting(evidence, name, head)
+    evidence.records += read_lines(reader, name, LINE_READERS, rank_of_name(name))
+
+
+def _read_setting(evidence: Evidence, name: str, head: str) -> None:
+    """A configuration that a text is, or begins with."""
+    if name.endswith((".yaml", ".yml")) or head.lstrip().startswith(
+        ("compute_environment:", "distributed_type:")
+    ):
+        try:
+            document = yaml.safe_load(head)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise EvidenceError("is no YAML that can be read") from None
+        for matches, read in DOCUMENTS:
+            if matches(document):
+                read(evidence, name, document)
+                return
+    flags = flags_of(head)
+    if is_megatron(flags):
+        evidence.settings.append(setting_of_megatron(name, flags))
+    elif is_trainer(flags):
+        evidence.settings.append(setting_of_trainer(name, flags))
+
+
+def _refuse(why: str) -> Callable[[Evidence, str, BinaryIO, int], None]:
+    def read(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+        raise EvidenceError(why)
+
+    return read
+
+
+_KINDS: Mapping[str, Callable[[Evidence, str, BinaryIO, int], None]] = {
+    "gzip": _read_gzip,
+    "zip": _read_zip,
+    "pickle": _read_pickled,
+    "json": _read_json,
+    "toml": _read_toml,
+    "text": _read_text,
+    "packed": _refuse("is packed in a way that is not read here: unpack it first"),
+    "binary": _refuse("is a program or picture, not a log"),
+}
+
+
+def _add_dump(evidence: Evidence, name: str, document: Any) -> None:
+    evidence.dumps.append(read_dump(name, document))
+
+
+def _add_setting(
+    read: Callable[[str, Any], Setting],
+) -> Callable[[Evidence, str, Any], None]:
+    return lambda evidence, name, document: evidence.settings.append(read(name, document))
+
+
+def _add_plan(evidence: Evidence, name: str, text: str) -> None:
+    """A plan of ours; one that breaks its own rules is evidence too."""
+    try:
+        plan = Plan.from_toml(text, name)
+    except ShardwrightError as fault:
+        evidence.records.append(Message(Source(name, None, str(fault)), None, "bad_plan", {}))
+        return
+    evidence.plans.append((name, plan))
+    evidence.settings.append(setting_of_plan(Source(name, None, plan.layout.label), plan))
+
+
+def _add_model(evidence: Evidence, name: str, document: Any) -> None:
+    try:
+        evidence.models.append((name, model_from_config(document, Path(name).resolve().parent.name, name)))
+    except ShardwrightError as fault:
+        raise EvidenceError(f"is a model that cannot be read: {fault}") from None
+
+
+def _add_history(evidence: Evidence, name: str, document: Any) -> None:
+    """trainer_state.json of transformers, or a list of steps."""
+    rows = document["log_history"] if isinstance(document, Mapping) else document
+    for row in rows:
+        if isinstance(row, Mapping):
+            step = step_of_mapping(Source(name, None, json.dumps(row, default=str)[:400]), row)
+            if step is not None:
+                evidence.records.append(step)
+
+
+def _add_run(evidence: Evidence, name: str, document: Any) -> None:
+    evidence.runs.append(read_ranks(name, document))
+
+
+def _add_records(read: Callable[[str, Any], Iterator[Any]]) -> Callable[[Evidence, str, Any], None]:
+    def add(evidence: Evidence, name: str, document: Any) -> None:
+        evidence.records += read(name, document)
+
+    return add
+
+
+def _has(*keys: str) -> Callable[[Any], bool]:
+    return lambda document: isinstance(document, Mapping) and all(key in document for key in keys)
+
+
+DOCUMENTS: list[tuple[Callable[[Any], bool], Callable[[Evidence, str, Any], None]]] = [
+    (is_dump, _add_dump),
+    (is_state, _add_records(read_state)),
+    (is_failures, _add_records(read_failures)),
+    (is_torchtitan, _add_setting(setting_of_torchtitan)),
+    (is_deepspeed, _add_setting(setting_of_deepspeed)),
+    (is_accelerate, _add_setting(setting_of_accelerate)),
+    (is_trainer, _add_setting(setting_of_trainer)),
+    (_has("model_type", "hidden_size"), _add_model),
+    (_has("model_type", "n_embd"), _add_model),
+    (_has("log_history"), _add_history),
+    (lambda document: isinstance(document, list) and bool(document), _add_history),
+    (_has("mesh", "ranks"), _add_run),
+    (_has("losses", "layout", "steps"), _add_run),
+]
+"""What a JSON, TOML or YAML document may be, the first that matches."""

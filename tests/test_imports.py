@@ -19,14 +19,14 @@ ROOMS = (
     *("hf_reader", "hf_families", "hf_config"),
     *("program", "job", "cluster", "layout", "planfile"),
     *("data", "plan", "hf_meta", "derive", "run", "measure", "check", "doctor", "export", "report", "web"),
-    *("launcher", "cli_options", "cli_train_options", "cli_parity_options", "cli"),
+    *("launcher", "cli_options", "cli_train_options", "cli_parity_options", "cli_print", "cli_proof", "cli"),
 )
 """A room imports only from itself and from rooms to the left of it."""
 
 OUTSIDE = ("__init__", "__main__")
 
 PLANNER = frozenset(ROOMS[: ROOMS.index("plan") + 1]) | {
-    *("cli", "cli_options", "cli_train_options", "cli_parity_options", "report")
+    *("cli", "cli_options", "cli_train_options", "cli_parity_options", "cli_print", "cli_proof", "report")
 }
 """Rooms that work on every system and without torch."""
 

@@ -1,19 +1,18 @@
 """The command line: parses, calls, prints. What needs torch is imported by the commands that use it."""
 
 import io
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import RenderableType
 
 from shardwright import __version__
 from shardwright import cli_options as opt
-from shardwright import cli_parity_options as parity_opt
 from shardwright import cli_train_options as train_opt
+from shardwright.cli_print import need_torch, print_report, say
+from shardwright.cli_proof import LEDGER_DIFFERS, accuracy, check, doctor, memory, parity
 from shardwright.cluster import Cluster, device, device_names
 from shardwright.derive.spec import counted, model_of
 from shardwright.errors import (
@@ -21,7 +20,6 @@ from shardwright.errors import (
     ClusterError,
     JobError,
     LayoutError,
-    MissingExtraError,
     NothingFitsError,
     ShardwrightError,
 )
@@ -30,10 +28,8 @@ from shardwright.model import ModelSpec, preset, preset_names
 from shardwright.plan.runnable import not_runnable_reasons
 from shardwright.planfile import Plan, load_plan, save_plan
 from shardwright.report import terminal
-from shardwright.report.check import check_report
 from shardwright.report.explain import explain_report
 from shardwright.report.plan import nothing_report, pareto_plan_report, plan_report, why_report
-from shardwright.run.options import COLLECTIVE_TIMEOUT_S
 from shardwright.units import BANDWIDTH, HOUR, TIME, parse_count, parse_quantity
 
 if TYPE_CHECKING:
@@ -51,8 +47,6 @@ app = typer.Typer(
 
 T = TypeVar("T")
 
-LEDGER_DIFFERS = "the ledger and the program differ: see the rows that are not ok"
-
 
 def main() -> None:
     """Run a command; errors made on purpose become one message and an exit status."""
@@ -64,26 +58,6 @@ def main() -> None:
     except ShardwrightError as error:
         print(f"shardwright: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
-
-
-def _print(
-    document: Mapping[str, Any], as_json: bool, report: Callable[[Mapping[str, Any]], RenderableType]
-) -> None:
-    if as_json:
-        print(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        terminal.show(report(document))
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)
-
-
-def _need_torch(purpose: str) -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("train", purpose) from None
 
 
 def _version(wanted: bool) -> None:
@@ -112,7 +86,7 @@ def params(model: opt.ModelArgument, as_json: opt.JsonOption = False) -> None:
         "mtp_parameters": count.mtp,
         "tensors": [{"name": t.name, "shape": list(t.shape), "role": t.role} for t in count.table.tensors()],
     }
-    _print(document, as_json, terminal.params_report)
+    print_report(document, as_json, terminal.params_report)
 
 
 @app.command()
@@ -137,7 +111,7 @@ def presets(as_json: opt.JsonOption = False) -> None:
             for kind in kinds.values()
         ],
     }
-    _print(document, as_json, terminal.presets_report)
+    print_report(document, as_json, terminal.presets_report)
 
 
 @app.command()
@@ -172,14 +146,14 @@ def plan(
         if why is None:
             found = _find(objective, output, search)
             document = found | {"framework": None if framework is None else framework.value}
-            _print(document, as_json, pareto_plan_report if pareto else plan_report)
+            print_report(document, as_json, pareto_plan_report if pareto else plan_report)
         elif objective is not opt.ObjectiveName.time:
             raise LayoutError(f"--why compares with the fastest: leave out --objective {objective.value}")
         else:
             _answer_why(why, output, as_json, search)
     except NothingFitsError as nothing:
         if nothing.document and why is None:
-            _print(nothing.document, as_json, nothing_report)
+            print_report(nothing.document, as_json, nothing_report)
         raise
 
 
@@ -196,7 +170,7 @@ def _answer_why(text: str, output: Path | None, as_json: bool, search: "Search")
 
     answer = answer_why(text, *search)
     _write(answer.best, output)
-    _print(answer.document, as_json, why_report)
+    print_report(answer.document, as_json, why_report)
     if answer.nothing is not None:
         raise answer.nothing
 
@@ -212,10 +186,10 @@ def _write(best: Plan | None, output: Path | None) -> None:
     if best is None or output is None:
         return
     path = save_plan(best, output)
-    _say(f"wrote {path}")
+    say(f"wrote {path}")
     reasons = not_runnable_reasons(best.model, best.job, best.layout)
     if reasons:
-        _say(f"{path} is only modelled, train will refuse it: {'; '.join(reasons)}")
+        say(f"{path} is only modelled, train will refuse it: {'; '.join(reasons)}")
 
 
 def _measured(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
@@ -223,7 +197,7 @@ def _measured(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
         raise ClusterError(
             f"--measure is for CPU ranks of this machine, not {cluster.device.name}: leave it out"
         )
-    _need_torch("measuring this machine")
+    need_torch("measuring this machine")
     from shardwright.measure.device import measured_cluster
 
     return measured_cluster(model, job, cluster)
@@ -266,9 +240,9 @@ def table(
         "precision": job.precision,
         "framework": None if framework is None else framework.value,
         "assumed": sorted({line for lines in assumed for line in lines}),
-        "rows": recommended(specs, clusters, job, columns, _say),
+        "rows": recommended(specs, clusters, job, columns, say),
     }
-    _print(document, as_json, table_report)
+    print_report(document, as_json, table_report)
 
 
 @app.command()
@@ -276,7 +250,7 @@ def explain(plan_path: opt.PlanArgument, as_json: opt.JsonOption = False) -> Non
     """Show a plan's memory by term, its traffic by axis and link, and its step time."""
     from shardwright.plan.explain import explanation
 
-    _print(explanation(load_plan(plan_path)), as_json, explain_report)
+    print_report(explanation(load_plan(plan_path)), as_json, explain_report)
 
 
 @app.command()
@@ -289,7 +263,7 @@ def compare(
     from shardwright.plan.comparison import compare_plans
     from shardwright.report.comparison import comparison_report
 
-    _print(compare_plans(load_plan(a), load_plan(b)), as_json, comparison_report)
+    print_report(compare_plans(load_plan(a), load_plan(b)), as_json, comparison_report)
 
 
 @app.command()
@@ -323,7 +297,7 @@ def goodput(
         restart_time=_quantity("--restart-time", restart_time, TIME),
         price_per_device_hour=price,
     )
-    _print(run_goodput(load_plan(plan_path), given), as_json, goodput_report)
+    print_report(run_goodput(load_plan(plan_path), given), as_json, goodput_report)
 
 
 def _read(option: str, parse: Callable[[str], T], text: str) -> T:
@@ -337,128 +311,8 @@ def _quantity(option: str, text: str | None, units: Mapping[str, float]) -> floa
     return None if text is None else _read(option, lambda given: parse_quantity(given, units), text)
 
 
-@app.command()
-def check(
-    plan_path: opt.PlanArgument,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest difference at the peak, as a share of it.  [0.02, with experts 0.04]", min=0, max=1
-        ),
-    ] = None,
-    stage: Annotated[
-        list[int] | None,
-        typer.Option(help="Pipeline rank to execute, may be repeated.  [one of those that hold the same]"),
-    ] = None,
-    whole: opt.Whole = False,
-    tensors: opt.Tensors = False,
-    real: opt.Real = False,
-    as_json: opt.JsonOption = False,
-) -> None:
-    """Execute one rank of each distinct pipeline stage without memory or network.
-
-    Exit status 1 if the ledger says otherwise.
-    """
-    loaded = load_plan(plan_path)
-    _need_torch("check")
-    from shardwright.check.compare import check_plan
-
-    comparison = check_plan(loaded, tolerance, stage, tensors=tensors, real=real, whole=whole)
-    _print(comparison.document(), as_json, check_report)
-    if not comparison.ok:
-        raise AnswerIsNo(LEDGER_DIFFERS)
-
-
-@app.command()
-def memory(
-    plan_path: opt.PlanArgument,
-    stage: opt.StageOption = None,
-    rank: opt.RankOption = None,
-    output: opt.MemoryOutput = None,
-    as_json: opt.JsonOption = False,
-) -> None:
-    """Show the memory of one step over time: forward, backward, optimizer; by kind, and what the peak is."""
-    loaded = load_plan(plan_path)
-    _need_torch("memory")
-    from shardwright.check.memory import memory_document, output_kind, step_histories
-    from shardwright.check.snapshot import save_snapshot
-    from shardwright.report.memory import memory_report
-    from shardwright.report.memory_picture import save_picture
-
-    kind = None if output is None else output_kind(output)
-    found = step_histories(loaded, None if stage is None else [stage], rank)
-    document = memory_document(loaded, found)
-    if output is not None:
-        if kind == "picture":
-            save_picture(document, output)
-        else:
-            save_snapshot([each.history for each in found], output)
-        _say(f"wrote {output}")
-    _print(document, as_json, memory_report)
-
-
-@app.command()
-def parity(
-    a: parity_opt.A,
-    b: parity_opt.B,
-    steps: parity_opt.Steps = 5,
-    precision: parity_opt.Precision = parity_opt.PrecisionName.fp64,
-    data: opt.DataOption = None,
-    shrink: parity_opt.Shrink = False,
-    reference: parity_opt.Reference = False,
-    device_name: parity_opt.Device = parity_opt.DeviceName.cpu,
-    max_ranks: parity_opt.MaxRanks = 16,
-    timeout: train_opt.Timeout = COLLECTIVE_TIMEOUT_S,
-    picture: parity_opt.Picture = None,
-    as_json: opt.JsonOption = False,
-) -> None:
-    """Train two layouts a few steps, compare every gradient; exit status 1 and the cause if they differ."""
-    left, right = load_plan(a), load_plan(b)
-    parity_opt.check_picture(picture)
-    _need_torch("parity")
-    from shardwright.check.parity import Wishes, compare_runs
-    from shardwright.report.parity import parity_report
-    from shardwright.report.parity_picture import write_parity_picture
-
-    wishes = Wishes(
-        steps=steps,
-        precision=precision.value,
-        data=data,
-        device_type=device_name.value,
-        most_ranks=max_ranks,
-        timeout=timeout,
-        shrink=shrink,
-        reference=reference,
-    )
-    document = compare_runs(left, right, wishes, _say)
-    _print(document, as_json, parity_report)
-    if picture is not None:
-        write_parity_picture(document, picture)
-        _say(f"wrote {picture}")
-    if not document["ok"]:
-        raise AnswerIsNo(f"the layouts do not train the same model: {document['cause']}")
-
-
-@app.command()
-def accuracy(
-    runs: Annotated[Path, typer.Argument(help="Published runs, a CSV file of the form of runs.csv.")],
-    by: Annotated[
-        str,
-        typer.Option(help="Groups, comma-separated: gpu, framework, program, source, axis, kind, precision."),
-    ] = "gpu,framework,axis",
-    models: Annotated[Path | None, typer.Option(help="Sizes of models.  [models.csv beside RUNS]")] = None,
-    gpus: Annotated[Path | None, typer.Option(help="Data sheets of GPUs.  [gpus.csv beside RUNS]")] = None,
-    a_priori: Annotated[
-        bool, typer.Option(help="With nothing fitted, as unknown hardware is planned.")
-    ] = False,
-    as_json: opt.JsonOption = False,
-) -> None:
-    """Predict published runs and say how far off, by kinds of runs and within sweeps of one job."""
-    from shardwright.check.accuracy import accuracy as accuracy_of
-    from shardwright.report.accuracy import accuracy_report
-
-    document = accuracy_of(runs, models, gpus, by.split(","), fitted=not a_priori)
-    _print(document, as_json, accuracy_report)
+for _command in (check, memory, parity, accuracy, doctor):
+    app.command()(_command)
 
 
 @app.command()
@@ -485,7 +339,7 @@ def tokenize(
             skip_bad=skip_bad,
             advance=advance,
         )
-    _print(document, as_json, tokens_report)
+    print_report(document, as_json, tokens_report)
 
 
 @app.command()
@@ -502,7 +356,7 @@ def train(
 ) -> None:
     """Train with a plan, under torchrun or with local ranks of its own."""
     loaded = load_plan(plan_path)
-    _need_torch("train")
+    need_torch("train")
     from shardwright.launcher import train_plan
 
     result = train_plan(
@@ -516,31 +370,7 @@ def train(
         options=options.run_options(),
     )
     if result is not None:  # rank 0
-        _print(result, as_json, terminal.train_report)
-
-
-@app.command()
-def doctor(
-    files: opt.EvidenceFiles,
-    model: opt.DoctorModel = None,
-    given: opt.Given = "",
-    watch: opt.Watch = None,
-    as_json: opt.JsonOption = False,
-) -> None:
-    """Say from logs, dumps and plans what went wrong, how sure that is, and what to do."""
-    from shardwright.doctor.diagnose import diagnose
-    from shardwright.doctor.watch import watched
-    from shardwright.report.doctor import doctor_report
-
-    spec = None if model is None else model_of(model)
-    document = watched(
-        lambda: diagnose(files, sys.stdin.buffer, model=spec, given=given),
-        files if watch else (),
-        watch or 0.0,
-    )
-    _print(document, as_json, doctor_report)
-    if document["findings"]:
-        raise typer.Exit(AnswerIsNo.exit_status)
+        print_report(result, as_json, terminal.train_report)
 
 
 @app.command()
@@ -551,11 +381,11 @@ def loop(
     as_json: opt.JsonOption = False,
 ) -> None:
     """Plan a small model for this machine, train it on 2 ranks, check the prediction, and show it all."""
-    _need_torch("loop")
+    need_torch("loop")
     from shardwright.launcher import loop_here
     from shardwright.report.loop import loop_report
 
-    document = loop_here(run_dir, nproc, steps, say=_say)
-    _print(document, as_json, loop_report)
+    document = loop_here(run_dir, nproc, steps, say=say)
+    print_report(document, as_json, loop_report)
     if not document["check"]["ok"]:
         raise AnswerIsNo(LEDGER_DIFFERS)

@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# make cases: field reports with known causes, and what the doctor says of them.
-.PHONY: run test parity cases check bench bench-peer venv clean
+# make cases: field reports with known causes, and what the doctor says of them. make prove: ledger against dry run,
+# every layout of the parity matrix and large ones of real models.
+.PHONY: run test parity cases prove check bench bench-peer venv clean
 
 run: $(STAMP)
 	$(BIN)/shardwright loop
@@ -25,6 +26,9 @@ check: $(STAMP)
 	$(BIN)/ruff check src tests scripts
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+prove: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/prove.py
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench.py

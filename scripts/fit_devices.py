@@ -63,7 +63,7 @@ that its prior is narrow."""
 
 PROGRAM_CONSTANTS: Mapping[str, float] = {
     "attention_rate": 0.2, "newer_rate": 0.3, "light_traffic": 0.3, "score_traffic": 0.4, "casts": 0.6,
-    "expert_launches": 0.7, "tp_exposed": 0.4, "data_hidden": 0.7, "stage_hidden": 0.7, "data_bandwidth": 0.5,
+    "expert_launches": 0.7, "tp_exposed": 0.4, "data_hidden": 0.7, "stage_hidden": 0.7, "data_bandwidth": 1.5,
     "narrow_rate": 0.25, "launches": 0.5,
 }  # fmt: skip
 """Differences of programs. Shares that hide are fitted by what does not, 1 - share."""

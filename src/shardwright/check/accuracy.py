@@ -44,7 +44,7 @@ class Predicted(NamedTuple):
 
     time: float
     terms: Mapping[str, float]
-    memory: Memory
+    memory: Memory | None  # None where nothing is compared with it
 
 
 def errors_of(errors: Sequence[float] | Floats) -> dict[str, float | int]:
@@ -99,7 +99,9 @@ def _steps(cases: Sequence[Case], *, simulated: bool = True) -> list[tuple[list[
     return found
 
 
-def _memory(case: Case) -> Memory:
+def _memory(case: Case) -> Memory | None:
+    if case.row["completeness"] != "A" and measured_memory(case.row) is None:
+        return None
     known, _ = program_of_row(case.row)
     options = options_of_row(case.row, case.model)
     model, layout = with_all_chunks(case.row, case.model, case.layout)
@@ -167,7 +169,7 @@ def _memory_rows(cases: Sequence[Case], predicted: Sequence[Predicted]) -> list[
     found = []
     for case, each in zip(cases, predicted, strict=True):
         measured = measured_memory(case.row)
-        if measured is not None:
+        if measured is not None and each.memory is not None:
             found.append(_row(case, "memory", measured[1], each.memory.of_kind(measured[0])))
     return found
 
@@ -180,7 +182,7 @@ def _by_kind(cases: Sequence[Case], predicted: Sequence[Predicted]) -> dict[str,
     errors = defaultdict(list)
     for case, each in zip(cases, predicted, strict=True):
         measured = measured_memory(case.row)
-        if measured is not None:
+        if measured is not None and each.memory is not None:
             kind, bytes_held = measured
             errors[kind].append(float(np.log(each.memory.of_kind(kind) / bytes_held)))
     return {kind: errors_of(found) for kind, found in sorted(errors.items())}
@@ -191,7 +193,7 @@ def _fits(cases: Sequence[Case], predicted: Sequence[Predicted]) -> dict[str, An
     of memory how many are called fitting."""
     ran, out, too_large, fitting = 0, 0, [], []
     for case, each in zip(cases, predicted, strict=True):
-        if case.row["completeness"] != "A":
+        if case.row["completeness"] != "A" or each.memory is None:
             continue
         fits = each.memory.device <= case.cluster.device.memory
         if case.row["outcome"] == "OOM":

@@ -39,6 +39,9 @@ MACHINES = {("simumax-b200", "B200-SXM-180GB"): "b200-simumax"}
 CHEAP_MODULES = ("mla_up_proj", "layernorm", "moe_act")
 """Of Megatron-Core's --recompute-modules those that repeat next to no product."""
 
+HDR = 25e9
+"""A NIC of 200 Gb/s [B/s]."""
+
 OMNI_PATH = 100.0
 """Gb/s of a link, where a table names its kind alone."""
 
@@ -90,7 +93,7 @@ def _case(row: Row, sizes: Row, sheets: Mapping[str, Row], assumed: list[str], f
         sizes,
         layers=layers,
         heads=whole(row, "heads_override", 0),
-        seq=int(row["seq_len"]),
+        seq=whole(row, "seq_len", 1),
         dense=int(stated[1]) if stated else None,
     )
     known, named = program_of_row(row)
@@ -112,7 +115,7 @@ def _case(row: Row, sizes: Row, sheets: Mapping[str, Row], assumed: list[str], f
 def _cluster(row: Row, sheets: Mapping[str, Row], assumed: list[str], fitted: bool) -> Cluster:
     name = MACHINES.get((row["source_id"], row["gpu"]), row["gpu"])
     kind = _device(name, sheets, assumed, fitted)
-    ranks = int(row["n_gpus"])
+    ranks = whole(row, "n_gpus", 1)
     per_node = whole(row, "gpus_per_node", 0)
     if not per_node:
         per_node = kind.gpus_per_node
@@ -123,6 +126,9 @@ def _cluster(row: Row, sheets: Mapping[str, Row], assumed: list[str], fitted: bo
     rate = nic_bandwidth(row["interconnect"], per_node)
     if rate:
         kind = _with_nic(kind, rate)
+    elif ranks > per_node and kind.name.startswith("a100"):
+        kind = _with_nic(kind, HDR)
+        assumed.append("interconnect: 200 Gb/s a device, as A100 nodes have")
     elif ranks > per_node:
         assumed.append("interconnect: the device's")
     return Cluster(ranks=ranks, gpus_per_node=per_node, device=kind)
@@ -204,7 +210,7 @@ def _job(row: Row, model: ModelSpec, known: KnownProgram, assumed: list[str], fi
         assumed.append("expert_imbalance: the planner's")
     return Job.checked(
         {
-            "seq": int(row["seq_len"]),
+            "seq": whole(row, "seq_len", 1),
             "global_batch": 1,
             "precision": "fp8" if narrow else "bf16",
             "accounting": _accounting(row, known),

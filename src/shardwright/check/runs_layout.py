@@ -9,6 +9,7 @@ from typing import Any
 from shardwright.check.runs_model import Row, whole
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import ModelSpec
+from shardwright.plan.schedule import why_not
 from shardwright.plan.splits import stage_layers
 from shardwright.program import KnownProgram
 
@@ -44,7 +45,7 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
     Raises: NotPredictedError: the degrees do not share out ranks or batch. LayoutError: they contradict.
     """
     family = known.family
-    ranks, batch = int(row["n_gpus"]), int(float(row["gbs_seqs"]))
+    ranks, batch = whole(row, "n_gpus", 1), int(float(row["gbs_seqs"]))
     tp, pp, cp, ep = (whole(row, axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     dp = whole(row, "dp", 0) or max(ranks // (tp * pp * cp), 1)
     if dp * tp * pp * cp != ranks:
@@ -55,6 +56,9 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
     schedule, chunks = _schedule(row, model, family, pp, assumed)
     micro_batch, microbatches = _microbatches(row, known.name, batch / dp, pp * chunks, assumed)
     kind, every = _recompute(row, assumed)
+    fault = why_not(schedule, pp, chunks, microbatches) if pp > 1 else ""
+    if fault:
+        raise NotPredictedError(f"no order of the schedule: {fault}")
     stages = pp * chunks
     ends = 1 if "one layer fewer" in row["note"] and pp > 1 and chunks == 1 else 0
     values: dict[str, Any] = {
@@ -67,7 +71,7 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
         "offload": _offload(row),
         "dispatch": _dispatch(row, ep, assumed),
     }  # fmt: skip
-    return Layout.checked(values, row["run_id"])
+    return Layout.checked(values)
 
 
 def _microbatches(row: Row, program: str, of_rank: float, stages: int, assumed: list[str]) -> tuple[int, int]:

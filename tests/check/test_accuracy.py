@@ -50,12 +50,12 @@ def sizes():
 @pytest.mark.parametrize(
     ("source", "median", "p90"),
     [
-        pytest.param("megatron-seqsel", 0.08, 0.16, id="Korthikanti 2022"),
-        pytest.param("megatron-sc21", 0.10, 0.25, id="Narayanan 2021"),
-        pytest.param("llm-foundry", 0.04, 0.12, id="llm-foundry"),
-        pytest.param("torchtitan", 0.07, 0.16, id="torchtitan"),
-        pytest.param("bigscience-a100", 0.07, 0.20, id="BigScience"),
-        pytest.param("zero-bubble", 0.07, 0.16, id="zero bubble"),
+        pytest.param("megatron-seqsel", 0.04, 0.10, id="Korthikanti 2022"),
+        pytest.param("megatron-sc21", 0.05, 0.14, id="Narayanan 2021"),
+        pytest.param("llm-foundry", 0.04, 0.11, id="llm-foundry"),
+        pytest.param("torchtitan", 0.05, 0.15, id="torchtitan"),
+        pytest.param("bigscience-a100", 0.04, 0.14, id="BigScience"),
+        pytest.param("zero-bubble", 0.04, 0.15, id="zero bubble"),
     ],
 )
 def test_step_times_of_a_source_are_within_its_bound(by_source, source, median, p90):
@@ -69,7 +69,7 @@ def test_step_times_of_a_source_are_within_its_bound(by_source, source, median, 
     [
         ("allocated", 0.02, 0.05),
         ("nvidia-smi", 0.04, 0.10),
-        ("zero-bubble", 0.05, 0.12),
+        ("zero-bubble", 0.05, 0.07),
         ("reserved", 0.06, 0.15),
     ],
 )
@@ -80,7 +80,7 @@ def test_peak_memory_of_a_kind_is_within_its_bound(document, kind, median, p90):
 
 def test_all_runs_within_the_bound_of_the_whole_table(document):
     assert document["step_time"]["median"] <= 0.05
-    assert document["step_time"]["p90"] <= 0.16
+    assert document["step_time"]["p90"] <= 0.14
     assert document["sweeps"]["mean_tau"] >= 0.5
 
 
@@ -91,7 +91,7 @@ def test_rows_with_the_whole_layout_are_predicted(document):
 
 def test_few_runs_that_ran_are_called_too_large(document):
     fits = document["fits"]
-    assert len(fits["called_too_large"]) <= 0.03 * fits["ran"]
+    assert len(fits["called_too_large"]) <= 0.02 * fits["ran"]
     assert len(fits["called_fitting"]) <= 1
 
 
@@ -99,8 +99,8 @@ def test_choosing_by_prediction_on_runs_never_fitted(document):
     found = accuracy(RUNS.parent / "vtrain_multi.csv", None, None, ())
     errors = np.array([row["predicted"] / row["measured"] - 1 for row in found["rows"]])
     assert len(errors) == 105  # of 109, four are excluded
-    assert np.abs(errors).mean() <= 0.15
-    assert found["sweeps"]["worst_regret"] <= 0.12
+    assert np.abs(errors).mean() <= 0.09
+    assert found["sweeps"]["worst_regret"] < 0.05
 
 
 def test_every_row_is_predicted_excluded_or_counted_with_a_reason(document):

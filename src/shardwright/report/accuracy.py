@@ -25,6 +25,7 @@ def accuracy_report(document: Mapping[str, Any]) -> RenderableType:
         *_groups(document),
         _sweeps(document["sweeps"]),
         _worst(document),
+        _units(document),
         _fits(document["fits"]),
         _counts("not predicted", document["unpredicted"]),
         _counts("assumed where a row does not say", document["assumed"]),
@@ -81,6 +82,13 @@ def _worst(document: Mapping[str, Any]) -> Table:
         found.add_row(
             row["run_id"], row["layout"], f"{row['error']:+.0%}", f"{row['term']} {row['share']:.0%}"
         )
+    return found
+
+
+def _units(document: Mapping[str, Any]) -> Table:
+    found = table("memory as sources state it", "source", "unit", "measured", "rows", text_columns=3)
+    for row in document["units"]:
+        found.add_row(row["source"], row["unit"], row["kind"], str(row["rows"]))
     return found
 
 

@@ -5,9 +5,15 @@ import json
 import pytest
 from evidence_files import causes, found
 
+from shardwright.cluster import Cluster, Level, cluster_of
 from shardwright.doctor.inputs import gather
 from shardwright.doctor.setting import parse_given
 from shardwright.errors import EvidenceError
+from shardwright.job import Job
+from shardwright.layout import Layout
+from shardwright.model import preset
+from shardwright.plan.explain import plan_of
+from shardwright.planfile import save_plan
 
 TITAN_OLD = """
 [model]
@@ -172,3 +178,18 @@ def test_a_plan_that_breaks_its_rules_is_evidence(tmp_path):
     (finding,) = found(tmp_path / "plan.toml")
     assert (finding["cause"], finding["certainty"]) == ("bad_layout", "certain")
     assert "schedule='none' does not go with pp=3" in finding["summary"]
+
+
+def test_a_plan_whose_tp_leaves_the_nvlink_pairs_of_its_node(tmp_path):
+    """As NVIDIA/nccl-tests#178: 8 A100 PCIe in 4 bridged pairs."""
+    device = cluster_of("a100-pcie", 8).device
+    pair, switch = device.intra_link, device.intra_link.model_copy(update={"bandwidth": 20e9})
+    levels = (Level(name="pair", ranks=2, link=pair), Level(name="node", ranks=8, link=switch))
+    cluster = Cluster(ranks=8, gpus_per_node=8, device=device, levels=levels)
+    named = {}
+    for tp in (2, 4):
+        layout = Layout(tp=tp, dp_shard=8 // tp, zero_stage=3, recompute="full")
+        plan = plan_of(preset("llama-3.2-1b"), Job(seq=512, global_batch=8 // tp), cluster, layout)
+        path = save_plan(plan, tmp_path / f"tp{tp}.toml")
+        named[tp] = [cause for cause, _, _ in causes(path)]
+    assert named == {2: [], 4: ["tp_across_nodes"]}

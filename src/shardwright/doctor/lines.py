@@ -26,14 +26,14 @@ MOST_LINES_AROUND = 80
 _ANSI = re.compile(rb"\x1b(?:\[[0-9;:?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 _RANK = re.compile(
-    r"\[rank:?\s*(\d+)\]|\[Rank (\d+)\]|(?:^|\s)rank ?[=:]? ?(\d+)[:\]]|\[1,(\d+)\]<std|^\s{0,5}(\d{1,5}): "
-    r"|\[default(\d+)\]:",
+    r"\[rank:?\s*(\d+)\]|\[Rank (\d+)\]|(?:^|\s)rank ?[=:]? ?(\d+)[:\]]|\[1,(\d+)\]<std|^\s{0,5}(\d{1,5}): ",
     re.IGNORECASE,
 )
-"""How launchers and torch say whose line it is: torchrun, mpirun, srun --label."""
+"""How launchers and torch say whose line it is: torch, mpirun, srun --label. torchrun's own ``[default3]:``
+is a rank of its node only."""
 
 _RANK_IN_NAME = re.compile(
-    r"(?:^|[^a-z])(?:rank|worker|proc(?:ess)?|stderr|stdout|gpu)[-_.]?(\d+)(?=\D|$)"
+    r"(?:^|[^a-z])(?:rank|proc(?:ess)?|stderr|stdout)[-_.]?(\d+)(?=\D|$)"
     r"|(?:^|/)(\d+)/std(?:err|out)\.log$",
     re.IGNORECASE,
 )

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import prod
 
 from shardwright.doctor.finding import Finding, Source
 from shardwright.doctor.setting import Setting
+from shardwright.units import format_bandwidth
 
 USUAL_NODE = 8
 """Devices of a node where nobody says; an assumption that is printed."""
@@ -85,6 +87,8 @@ def placement_findings(setting: Setting) -> Iterator[Finding]:
                 "example": first[:16],
             },
         )
+    if not spanning:
+        yield from _slower_level(setting, tp, groups)
     if outside and setting.order:
         yield Finding(
             "mesh_order",
@@ -96,6 +100,27 @@ def placement_findings(setting: Setting) -> Iterator[Finding]:
             (setting.source,),
             numbers={"order": list(degrees)},
         )
+
+
+def _slower_level(setting: Setting, tp: int, groups: list[list[int]]) -> Iterator[Finding]:
+    """Groups that leave the fastest links inside a node: NVLink pairs on a PCIe switch."""
+    levels = () if setting.plan is None else setting.plan.cluster.domains
+    for fast, slow in pairwise(levels):
+        spanning = [group for group in groups if len({rank // fast.ranks for rank in group}) > 1]
+        if fast.ranks < 2 or not spanning or slow.ranks > (setting.gpus_per_node or 0):
+            continue
+        yield Finding(
+            "tp_across_nodes",
+            "certain",
+            f"tp={tp}: {len(spanning)} of {len(groups)} groups leave {fast.name} of {fast.ranks} ranks "
+            f"({format_bandwidth(fast.link.bandwidth)}) for {slow.name} "
+            f"({format_bandwidth(slow.link.bandwidth)})",
+            (),
+            (setting.source,),
+            (f"use tp of at most {fast.ranks}",),
+            numbers={"tp": tp, "fast_ranks": fast.ranks, "groups_across": len(spanning)},
+        )
+        return
 
 
 def placement_by_hosts(setting: Setting, hosts: Mapping[int, str], source: Source) -> Iterator[Finding]:

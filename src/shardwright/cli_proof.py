@@ -158,5 +158,5 @@ def doctor(
         watch or 0.0,
     )
     print_report(document, as_json, doctor_report)
-    if document["findings"]:
+    if document["fault"]:
         raise typer.Exit(AnswerIsNo.exit_status)

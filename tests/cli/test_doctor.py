@@ -59,3 +59,13 @@ def test_a_pipe(tmp_path):
 
 def test_a_plan_is_read_and_found_sound(run, plan_file):
     assert run("doctor", plan_file).status == 0
+
+
+def test_good_news_is_status_0(run, tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(
+            "".join(f'{{"step": {i}, "loss": {9 - i}, "grad_norm": 1.5}}\n' for i in range(1, 4))
+        )
+    outcome = run("doctor", "a.jsonl", "b.jsonl", "--json")
+    assert [finding["cause"] for finding in outcome.document["findings"]] == ["runs_equal"]
+    assert outcome.status == 0

@@ -119,3 +119,10 @@ def test_sizes_are_told_as_modules_of_the_model(tmp_path):
     (finding,) = found(tmp_path, model=preset("llama-3.1-8b"))
     assert finding["numbers"]["group_size"] == 4
     assert "embedding" in finding["numbers"]["module"]
+
+
+def test_a_device_that_has_not_begun_what_the_others_have(tmp_path):
+    for rank in range(4):
+        state = "scheduled" if rank == 1 else "started"
+        write_dump(tmp_path, rank, [entry(9), entry(10, state=state)], {"0": (10, 9)})
+    assert causes(tmp_path) == [("lagging_rank", "likely", [1])]

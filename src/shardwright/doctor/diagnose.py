@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 
 from shardwright.doctor.checkpoint import checkpoint_findings
 from shardwright.doctor.evidence import Evidence, Timeout
-from shardwright.doctor.finding import Finding, Source, in_order
+from shardwright.doctor.finding import Finding, Source, causes, in_order
 from shardwright.doctor.hang import hang_findings
 from shardwright.doctor.inputs import gather
 from shardwright.doctor.layout import layout_findings
@@ -72,9 +72,11 @@ def diagnose(
 
 
 def document_of(evidence: Evidence) -> dict[str, Any]:
-    """Findings, what was read and what was not."""
+    """Findings, whether one of them is a fault (a cause without remedy is good news), and what was read."""
+    found = findings_of(evidence)
     return {
-        "findings": [finding.document() for finding in findings_of(evidence)],
+        "fault": any(causes()[finding.cause].remedy for finding in found),
+        "findings": [finding.document() for finding in found],
         "inputs": [{"file": file, "kind": kind} for file, kind in evidence.inputs],
         "refused": [{"file": file, "reason": reason} for file, reason in evidence.notes],
     }

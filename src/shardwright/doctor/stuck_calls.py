@@ -174,6 +174,9 @@ def _all_alike(evidence: Evidence, wait: Wait) -> Finding:
     silent = _silent_but_seen(evidence, wait)
     if silent:
         return _named_silent(evidence, wait, silent)
+    late = _not_started(wait)
+    if late:
+        return _late(evidence, wait, late)
     few = wait.unheard and heard >= LEAST_HEARD and len(wait.unheard) <= FEW * size
     if first_ever and not few:
         return _never_communicated(evidence, wait, unheard)
@@ -189,6 +192,29 @@ def _all_alike(evidence: Evidence, wait: Wait) -> Finding:
     if heard == 1:
         return _one_rank(evidence, wait, size)
     return _not_enough(evidence, wait, "all of them are in the same call")
+
+
+def _not_started(wait: Wait) -> frozenset[int]:
+    """Ranks whose device has not begun the call that it has begun on most others."""
+    states = {rank: s.states.get(wait.seq) for rank, s in wait.inside.items()}
+    begun = {rank for rank, state in states.items() if state == "started"}
+    waiting = frozenset(rank for rank, state in states.items() if state == "scheduled")
+    return waiting if len(begun) >= LEAST_HEARD - 1 and len(waiting) < len(begun) else frozenset()
+
+
+def _late(evidence: Evidence, wait: Wait, late: frozenset[int]) -> Finding:
+    return Finding(
+        "lagging_rank",
+        "likely",
+        f"{ranks_text(late)} called {call_text(evidence, wait)} and did not begin it on the device, "
+        "the others have: "
+        "earlier work on that device does not end",
+        tuple(sorted(late)),
+        sources_of(wait),
+        (),
+        collect_from(wait.unheard),
+        numbers_of(evidence, wait),
+    )
 
 
 def _silent_but_seen(evidence: Evidence, wait: Wait) -> frozenset[int]:

@@ -69,39 +69,35 @@ def _messages(evidence: Evidence) -> Iterator[Finding]:
             yield from _key(message)
         elif message.what == "shape":
             shapes.append(message)
-        elif message.what == "damaged":
-            yield Finding(
-                "file_damaged", "likely", message.source.text.strip()[:200], ranks, (message.source,)
-            )
-        elif message.what == "optimizer_empty":
-            yield Finding(
-                "optimizer_state_missing",
-                "certain",
-                "the state dict of the optimizer is empty",
-                ranks,
-                (message.source,),
-            )
-        elif message.what == "flattened_range":
-            yield Finding(
-                "layout_changed",
-                "likely",
-                "the optimizer's tensors are flattened ranges, a form that only the layout that "
-                "wrote it can read",
-                ranks,
-                (message.source,),
-                (
-                    "save in Megatron's fully reshardable format "
-                    "(--dist-ckpt-optim-fully-reshardable), and check the norm of exp_avg after loading",
-                ),
-            )
-        elif message.what == "format":
-            yield from _format(message)
-        elif message.what == "version":
-            yield Finding(
-                "version_refused", "certain", message.source.text.strip()[:200], ranks, (message.source,)
-            )
+        else:
+            yield from _of_file(message)
     if shapes:
         yield _shapes(evidence, shapes)
+
+
+def _of_file(message: Message) -> Iterator[Finding]:
+    """Files that are damaged, empty, or of a form that is tied to a layout or a version."""
+    ranks = () if message.rank is None else (message.rank,)
+    source, line = (message.source,), message.source.text.strip()[:200]
+    if message.what == "damaged":
+        yield Finding("file_damaged", "likely", line, ranks, source)
+    elif message.what == "optimizer_empty":
+        text = "the state dict of the optimizer is empty"
+        yield Finding("optimizer_state_missing", "certain", text, ranks, source)
+    elif message.what == "flattened_range":
+        text = (
+            "the optimizer's tensors are flattened ranges, a form that only the layout that wrote it can read"
+        )
+        way = (
+            "save in Megatron's fully reshardable format (--dist-ckpt-optim-fully-reshardable), and "
+            "check the norm of "
+            "exp_avg after loading"
+        )
+        yield Finding("layout_changed", "likely", text, ranks, source, (way,))
+    elif message.what == "format":
+        yield from _format(message)
+    elif message.what == "version":
+        yield Finding("version_refused", "certain", line, ranks, source)
 
 
 def _format(message: Message) -> Iterator[Finding]:

@@ -15,7 +15,8 @@ from shardwright.units import GiB, format_bytes, format_count
 
 LOGIT_BYTES = 10
 """Bytes of a token and a word of the vocabulary where the loss is not fused: 2 in 16 bits, 4 in fp32, 4 of
-its gradient. Source: FORMULAE 2.5; huggingface transformers' own loss."""
+its gradient. Source: transformers' own loss, which upcasts the
+logits to fp32."""
 
 MANY_LOGITS = 2 * GiB
 LARGE_VOCABULARY = 1024

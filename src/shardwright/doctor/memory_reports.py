@@ -86,7 +86,8 @@ def _by_stage(evidence: Evidence, setting: Setting, reports: list[MemoryReport])
 
 
 def in_flight(stage: int, p: int, m: int) -> int:
-    """Microbatches that a stage of 1F1B keeps at most. Source: FORMULAE 2.6."""
+    """Microbatches that a stage of 1F1B keeps at most. Source: Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2."""
     return min(m, p - stage)
 
 

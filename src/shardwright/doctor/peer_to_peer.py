@@ -47,6 +47,23 @@ def _pair(entry: Entry, members: Sequence[int]) -> tuple[int, int] | None:
     return pair
 
 
+def _waited_for(
+    rank: int,
+    entries: Sequence[tuple[int, Entry]],
+    sends: Counter[tuple[int, int]],
+    receives: Counter[tuple[int, int]],
+) -> set[int]:
+    """Ranks whose send or receive a rank waits for that they have called fewer times than it."""
+    found = set()
+    for other, entry in entries:
+        receiving = entry.operation.short == "RECV"
+        pair = (other, rank) if receiving else (rank, other)
+        theirs, own = (sends, receives) if receiving else (receives, sends)
+        if theirs[pair] < own[pair]:
+            found.add(other)
+    return found
+
+
 def _judge(
     evidence: Evidence,
     group: Group,
@@ -54,19 +71,7 @@ def _judge(
     sends: Counter[tuple[int, int]],
     receives: Counter[tuple[int, int]],
 ) -> Iterator[Finding]:
-    waits = {
-        rank: {
-            other
-            for other, entry in entries
-            if (sends if entry.operation.short == "RECV" else receives)[
-                (other, rank) if entry.operation.short == "RECV" else (rank, other)
-            ]
-            < (receives if entry.operation.short == "RECV" else sends)[
-                (other, rank) if entry.operation.short == "RECV" else (rank, other)
-            ]
-        }
-        for rank, entries in pending.items()
-    }
+    waits = {rank: _waited_for(rank, entries, sends, receives) for rank, entries in pending.items()}
     stuck_elsewhere = {rank for rank, s in group.standings.items() if s.stuck is not None}
     heard = {rank for rank, s in group.standings.items() if s.dumped}
     waited_for = {other for others in waits.values() for other in others}

@@ -64,6 +64,17 @@ def _waited_for(
     return found
 
 
+def _shown(group: Group, pending: dict[int, list[tuple[int, Entry]]]) -> tuple[Source, ...]:
+    """Two pending calls of every rank, with the file they stand in."""
+    found = []
+    for rank, entries in pending.items():
+        files = [source.file for source in group.standings[rank].sources]
+        found += [
+            Source(files[0] if files else group.name, None, entry_text(entry)) for _, entry in entries[:2]
+        ]
+    return tuple(found)
+
+
 def _judge(
     evidence: Evidence,
     group: Group,
@@ -76,15 +87,7 @@ def _judge(
     heard = {rank for rank, s in group.standings.items() if s.dumped}
     waited_for = {other for others in waits.values() for other in others}
     roots = {other for other in waited_for if not waits.get(other) and other not in stuck_elsewhere}
-    sources = tuple(
-        Source(
-            group.standings[rank].sources[0].file if group.standings[rank].sources else group.name,
-            None,
-            entry_text(e),
-        )
-        for rank, entries in pending.items()
-        for _, e in entries[:2]
-    )
+    sources = _shown(group, pending)
     if roots & heard:
         yield Finding(
             "missing_peer",

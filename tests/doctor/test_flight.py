@@ -126,3 +126,18 @@ def test_a_device_that_has_not_begun_what_the_others_have(tmp_path):
         state = "scheduled" if rank == 1 else "started"
         write_dump(tmp_path, rank, [entry(9), entry(10, state=state)], {"0": (10, 9)})
     assert causes(tmp_path) == [("lagging_rank", "likely", [1])]
+
+
+def test_a_block_under_tensor_parallelism_by_its_size(tmp_path):
+    """Llama-3.1-8B: 218,103,808 elements of matrices in 4 parts, and two norms of 4096 whole."""
+    from shardwright.model import preset
+
+    numel = 218_103_808 // 4 + 2 * 4096
+    last = entry(9, "nccl:_all_gather_base", "started") | {
+        "input_sizes": [[numel // 4]],
+        "output_sizes": [[numel]],
+    }
+    write_dump(tmp_path, 0, [last], {"0": (9, 8)})
+    (finding,) = found(tmp_path, model=preset("llama-3.1-8b"), given="tp=4 gpus=16")
+    assert finding["numbers"]["module"] == "a block on a rank of tp 4"
+    assert finding["numbers"]["group_size"] == 4

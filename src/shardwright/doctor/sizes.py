@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shardwright.doctor.evidence import Evidence, Operation
 from shardwright.model import ModelSpec, preset, preset_names
-from shardwright.plan.params import BLOCK, parameter_table
+from shardwright.plan.params import BLOCK, Tensor, parameter_table
 
 GATHERING = ("ALLGATHER",)
 SCATTERING = ("REDUCESCATTER",)
@@ -55,13 +55,15 @@ def meaning_of(evidence: Evidence, operation: Operation) -> Meaning | None:
         return None
     model = evidence.model
     if model is not None:
-        return next(_of_model(model, size, degree), None) or _of_layout(evidence, model, size)
+        setting = evidence.setting
+        tp, ep = (setting.tp or 1, setting.ep or 1) if setting is not None else (1, 1)
+        return next(_of_model(model, size, degree, tp, ep), None) or _of_layout(evidence, model, size)
     return _of_presets(size, degree) or _of_vocabulary(size, degree)
 
 
-def _of_model(model: ModelSpec, size: int, degree: int | None) -> Iterator[Meaning]:
+def _of_model(model: ModelSpec, size: int, degree: int | None, tp: int, ep: int) -> Iterator[Meaning]:
     """Tensors and units with this many elements, padded to whole shards or not."""
-    for numel, name in _sizes(model):
+    for numel, name in [*_sizes(model), *(_sizes(model, tp, ep) if max(tp, ep) > 1 else ())]:
         for shards in (degree or 1, 1):
             padded = -(-numel // shards) * shards
             if size in (numel, padded):
@@ -79,21 +81,30 @@ def _of_model(model: ModelSpec, size: int, degree: int | None) -> Iterator[Meani
 
 
 @cache
-def _sizes(model: ModelSpec) -> tuple[tuple[int, str], ...]:
-    """Elements of every unit and tensor with what it is called, larger ones first."""
+def _sizes(model: ModelSpec, tp: int = 1, ep: int = 1) -> tuple[tuple[int, str], ...]:
+    """Elements of every unit and tensor, on one rank of tp and ep, with what it is called, larger ones
+    first."""
     table = parameter_table(model)
     found: dict[int, list[str]] = {}
+    split = " and ".join(f"{axis} {degree}" for axis, degree in (("tp", tp), ("ep", ep)) if degree > 1)
+    of = f" on a rank of {split}" if split else ""
+
+    def held(tensor: Tensor) -> int:
+        parts = (ep if "ep" in tensor.splits else 1) * (tp if "tp" in tensor.splits else 1)
+        return tensor.numel // parts
+
     for unit in table.units:
         name = "a block" if unit.kind == BLOCK else f"the unit of the {unit.kind}"
-        found.setdefault(unit.numel, []).append(name)
+        found.setdefault(sum(map(held, unit.tensors)), []).append(name + of)
     for tensor in table.tensors():
-        if tensor.numel < 4096:
+        if held(tensor) < 4096:
             continue
         role = {"embedding": "embedding", "head": "head"}.get(tensor.role, tensor.name.split(".")[-2])
         if tensor.role == "expert":
-            role = tensor.name.rpartition(".")[2] + " of all experts"
-        found.setdefault(tensor.numel, []).append(role)
-    found.setdefault(table.parameters, []).append("the whole model")
+            role = tensor.name.rpartition(".")[2] + (" of its experts" if ep > 1 else " of all experts")
+        found.setdefault(held(tensor), []).append(role + of)
+    if not split:
+        found.setdefault(table.parameters, []).append("the whole model")
     return tuple(
         (numel, " or ".join(dict.fromkeys(names))) for numel, names in sorted(found.items(), reverse=True)
     )

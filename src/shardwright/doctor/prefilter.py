@@ -14,7 +14,7 @@ LEAST_NEEDLE = 7
 HASH_BITS = 18
 MULTIPLIER = np.uint32(2654435761)  # Knuth's multiplicative hash
 
-PLENTY = 20_000
+PLENTY = 5_000
 """Places of one needle in a file after which only some of each chunk are looked at: a log of a million steps
 says no more than one of thousands."""
 
@@ -59,14 +59,15 @@ class Prefilter:
 
     def _thinned(self, hits: NDArray[np.int64], groups: NDArray[np.uint16]) -> NDArray[np.int64]:
         counts = np.bincount(groups, minlength=len(self._seen))
-        self._seen += counts
+        before, self._seen = self._seen, self._seen + counts
         crowded = np.flatnonzero((self._seen > PLENTY) & (counts > OF_A_CHUNK))
         if not len(crowded):
             return hits
         keep = np.ones(len(hits), dtype=np.bool_)
         for group in crowded.tolist():
             own = np.flatnonzero(groups == group)
-            keep[own[OF_A_CHUNK // 2 : -(OF_A_CHUNK // 2)]] = False
+            first = max(PLENTY - int(before[group]), OF_A_CHUNK // 2)
+            keep[own[first : -(OF_A_CHUNK // 2)]] = False
         return hits[keep]
 
 

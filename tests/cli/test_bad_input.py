@@ -283,11 +283,14 @@ def test_what_is_only_modelled_is_refused(run, plan_file, change, part, command)
     refused(run(command, plan_file), "plan is not runnable: ", part)
 
 
-def test_pipelines_train_and_are_not_compared(run, tmp_path, one_thread):
+def test_pipelines_train_and_are_compared(run, tmp_path, one_thread):
     layout = Layout(pp=2, schedule="1F1B", stage_layers=(1, 1), microbatches=4)
     plan = explain.plan_of(SPEC, Job(seq=32, global_batch=4, precision="fp32"), cluster_of("cpu", 2), layout)
     save_plan(plan, tmp_path / "p.toml")
-    refused(run("check", "p.toml"), "layout has pp=2: pipelines are not compared yet, train runs them")
+    checked = run("check", "p.toml", "--json")
+    assert (checked.status, len(checked.document["stages"])) == (0, 2)
+    assert {flow["stage"] for flow in checked.document["traffic"]} == {0, 1}
+    refused(run("check", "p.toml", "--stage=2"), "stage 2: the plan has pp=2, choose from 0 to 1")
     assert [path.name for path in tmp_path.iterdir()] == ["p.toml"]
     assert run("explain", "p.toml").status == 0
     trained = run("train", "p.toml", "--steps=2", "--json")

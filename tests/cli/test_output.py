@@ -146,13 +146,13 @@ def test_memory(run, plan_file, tmp_path, one_thread):
 def test_a_difference_is_status_1_and_the_document_is_whole(run, plan_file, one_thread, monkeypatch):
     from shardwright.check import compare
 
-    right = compare.memory_ledger
+    right = compare.stage_ledger
 
     def wrong(*args):
         ledger = right(*args)
         return type(ledger)(**(vars(ledger) | {"parameters": ledger.parameters + 4}))
 
-    monkeypatch.setattr(compare, "memory_ledger", wrong)
+    monkeypatch.setattr(compare, "stage_ledger", wrong)
     outcome = run("check", plan_file, "--json")
     assert outcome.status == 1
     assert outcome.err == "shardwright: the ledger and the program differ: see the rows that are not ok\n"

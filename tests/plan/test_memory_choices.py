@@ -38,6 +38,8 @@ def whole_space(model, job, ranks=4):
     return table, device_memory(model, job, H100, table), list(found.values())
 
 
+SAME = 1 + 2e-3
+
 KINDS_OF_MODELS = [*(model.model_copy(update={"layers": 3}) for model in (SPEC, EXPERTS)), MIXED]
 
 
@@ -45,7 +47,8 @@ KINDS_OF_MODELS = [*(model.model_copy(update={"layers": 3}) for model in (SPEC, 
 @pytest.mark.parametrize("model", KINDS_OF_MODELS, ids=["dense", "experts", "mixed"])
 def test_offload_parts_of_the_loss_and_recomputation_never_take_memory(model, precision):
     """Of every second layer recomputed, a mean block's saved tensors lie between; the peak may be a moment of
-    a single block, which recomputes or not."""
+    a single block, which recomputes or not. Which flight of a pipeline is the fullest is decided without the
+    buffers of a moment."""
     _, device, meshes = whole_space(model, Job(seq=512, global_batch=4, precision=precision))
     assert len(meshes) > 100
     for rows in meshes:
@@ -53,11 +56,11 @@ def test_offload_parts_of_the_loss_and_recomputation_never_take_memory(model, pr
             less = [rows[recompute, every, 8, offload], rows[recompute, every, chunks, offload | 1]]
             if every == 1:  # what is offloaded is not recomputed by halves
                 less.append(rows[recompute, every, chunks, offload | 2])
-            assert all(device[each] <= device[row] * (1 + 1e-12) for each in less)
+            assert all(device[each] <= device[row] * SAME for each in less)
         for chunks, offload in product((1, 8), (0, 1)):
             none, half, full = (device[rows[(*kind, chunks, offload)]] for kind in ((0, 1), (2, 2), (2, 1)))
-            assert full <= half * (1 + 1e-12)
-            assert half <= none * (1 + 1e-12)
+            assert full <= half * SAME
+            assert half <= none * SAME
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])

@@ -52,7 +52,8 @@ def timeline(
     kinds, units = model_blocks(model, job, table), unit_amounts(model, job, table)
     variants, means = _variants(table, kinds, stage)
     step = rank_step(model, job, table, units, means, stage)
-    flights = [(flight, flight) for flight in step.flights] if every_flight else [_fullest(step)]
+    every = [_Flights(flight, flight, flight) for flight in step.flights]
+    flights = every if every_flight else [_fullest(step)]
     yield from _moments(step, roles_of(table), lambda role: _each_inside(step, role, variants), flights)
 
 
@@ -199,15 +200,27 @@ def _worst_inside(step: RankStep, merges: NDArray[np.bool_], variants: list[_Var
 Insides = Callable[[Role], Iterable[_Inside]]
 
 
-def _fullest(step: RankStep) -> tuple[Flight, Flight]:
-    """The flight with most at a head's backward pass, and the one with most inside a block."""
+class _Flights(NamedTuple):
+    """The flight with most at a head's backward pass, inside a block, and in a pass for inputs alone."""
+
+    at_head: Flight
+    in_block: Flight
+    apart: Flight
+
+
+def _fullest(step: RankStep) -> _Flights:
+    if len(step.flights) == 1:
+        (only,) = step.flights
+        return _Flights(only, only, only)
     gradients = step.layers * step.mean.whole
-    in_block = fullest(step.flights, gradients)
-    return fullest(step.flights, gradients, step.head.whole) if len(step.flights) > 1 else in_block, in_block
+    in_block = apart = fullest(step.flights, gradients)
+    if (step.apart > 0).any() and not step.merges:
+        apart = fullest(step.flights, gradients, step.layers * step.mean.fresh + step.head.fresh)
+    return _Flights(fullest(step.flights, gradients, step.head.whole), in_block, apart)
 
 
 def _moments(
-    whole: RankStep, roles: Iterable[Role], insides: Insides, flights: Sequence[tuple[Flight, Flight]]
+    whole: RankStep, roles: Iterable[Role], insides: Insides, flights: Sequence[_Flights]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     piped = bool((whole.table.pp > 1).all())
     for role in roles:
@@ -223,21 +236,22 @@ def _moments(
 
 
 def _in_a_pipeline(
-    whole: RankStep, role: Role, insides: Insides, flights: Sequence[tuple[Flight, Flight]]
+    whole: RankStep, role: Role, insides: Insides, flights: Sequence[_Flights]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """Parameters and gradients are whole all the time, so that the highest moment is where a microbatch has
     most: at the head, or in the last block; or where the reductions begin. Past a block nothing is reduced:
     less is held than in it."""
     every = np.ones_like(whole.table.pp, dtype=bool)
-    for at_head, flight in flights:
+    for at_head, flight, apart in flights:
         step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
         yield f"{at_head.name}, head backward", every, _with_logits(step, _head_backward(step, role))
         step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
         for moment in insides(role):
             held = _in_block(step, role, step.layers - 1, moment)
             yield f"{flight.name}, last layer, {moment.name}", moment.valid, _with_logits(step, held)
+        step, role = replace(whole, flight=apart), role._replace(older=apart.past > 0)
         for name, rows, held in moments_apart(step, role):
-            yield f"{flight.name}, {name}", rows, held
+            yield f"{apart.name}, {name}", rows, held
     yield "first gradients reduced", every, _schedule_through(whole, role)
 
 

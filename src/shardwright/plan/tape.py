@@ -113,7 +113,7 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
         tape = _Tape(dict(kept) | {"grad": sizes[output]})
         _recompute(tape, steps, again)
         largest = sorted(tape.moments, key=lambda moment: -moment.token_bytes)[:1]  # no gradients yet
-        most = max(apart.most, *(moment.token_bytes for moment in largest))
+        most = max([apart.most, *(moment.token_bytes for moment in largest)])
         found[kind] = BlockActivations(kept, _worst([*largest, *after]), apart._replace(most=most))
     return found
 

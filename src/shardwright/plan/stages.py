@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardwright.layout import SCHEDULE_NAMES
 from shardwright.model import ModelSpec
-from shardwright.plan.bubble import FlightPoints, flight_points
+from shardwright.plan.flight_points import FlightPoints, flight_points
 from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.table import Floats, Ints, LayoutTable, by_schedule, distinct

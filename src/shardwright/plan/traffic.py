@@ -18,8 +18,8 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.attention import head_sizes
-from shardwright.plan.bubble import weight_passes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
+from shardwright.plan.flight_points import weight_passes
 from shardwright.plan.held_units import busiest_units, held_units
 from shardwright.plan.optimizer_traffic import optimizer_exchanges
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD

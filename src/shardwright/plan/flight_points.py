@@ -1,0 +1,110 @@
+"""Microbatches in flight on a pipeline rank at the points of a step where its memory may be highest."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardwright.plan.bubble import in_flight_chunks
+from shardwright.plan.schedule import round_size
+from shardwright.plan.table import Floats
+
+
+class FlightPoints(NamedTuple):
+    """Microbatches in flight on a rank, of all its chunks, where its memory may be highest; the one at work
+    counts.
+
+    ``first``: its first backward pass begins, no gradients yet. ``second``: the next one of that chunk, whose
+    gradients are there. ``steady``: those of all its chunks are, in the type they are reduced in. ``heads``:
+    of ``first``, those past the last stage's forward pass. ``apart``: of ``first``, those of which only the
+    gradients of weights are to come, or that are at work to that end; 0 where they are made together.
+
+    ``settled``: whether as many are in flight after every chunk's gradients have been added up once.
+
+    ``reducing``: the gradients of the first chunk that is through are reduced. ``pending``: of these, those
+    of which only the gradients of weights are to come. ``reduced``: share of the chunks with gradients then.
+    """
+
+    first: Floats
+    second: Floats
+    steady: Floats
+    heads: Floats
+    apart: Floats
+    reducing: Floats
+    pending: Floats
+    reduced: Floats
+    settled: Floats
+
+
+TWO_PASSES = ("InterleavedZeroBubble", "ZB-H1", "ZB-H2", "ZBVZeroBubble", "DualPipeV", "DualPipe")
+"""Schedules that make some gradients of inputs and of weights apart."""
+
+
+def flight_points(
+    schedule: str,
+    ranks: ArrayLike,
+    chunks: ArrayLike,
+    microbatches: ArrayLike,
+    rank: ArrayLike,
+    stages: ArrayLike,
+) -> Floats:
+    """``FlightPoints`` along a first axis; ``stages``: of the rank.
+
+    ``in_flight_chunks`` until forward passes run out; then each backward pass takes one away. Exact with
+    twice as many microbatches as ranks.
+
+    Source: the orders of plan/schedule.py, counted by tests.
+    """
+    p, v, m, r = (np.asarray(column, dtype=np.float64) for column in (ranks, stages, microbatches, rank))
+    first = in_flight_chunks(schedule, ranks, chunks, microbatches, rank)
+    breadth_first = schedule in ("GPipe", "LoopedBFS")
+    turn = m if breadth_first else round_size(p, m) if schedule.startswith("Interleaved") else 1.0
+    second = np.minimum(first, m * v - 1)
+    steady = np.minimum(first, m * v - (v - 1) * turn - 1)
+    reducing = (v - 1) * turn
+    apart, settled = _passes_apart(schedule, first, r), np.ones_like(first)
+    if schedule == "InterleavedZeroBubble":  # a turn later: see plan/apart.py
+        turn = np.where(v > 1, turn, 1.0)
+        through = m * v - (2 * v - 1 - (r == 0)) * turn + apart - 1
+        steady = np.minimum(first, through)
+        settled = np.where((r == 0) | (through - turn >= first), 1.0, 0.0)
+    elif schedule == "ZBVZeroBubble":
+        steady = np.minimum(steady, 2 * m - p - 1 + r)
+        reducing, turn = np.where(r == 0, p, r), p
+    elif schedule == "DualPipeV":
+        steady = np.minimum(steady, 2 * (m - p) + r)
+        reducing, turn = p - r, p
+    second, steady = (np.maximum(held, 1.0) for held in (second, steady))
+    heads = (m if breadth_first else np.ones_like(m)) * v
+    of_first_stage = np.where(r == 0, turn, 0.0)  # which makes all its gradients in one pass
+    pending = np.maximum(reducing - of_first_stage, 0.0) if schedule in TWO_PASSES else 0.0 * reducing
+    reduced = np.where(m <= turn, 1.0, v)
+    points = (first, second, steady, heads, apart, reducing, pending, reduced)
+    return np.stack(np.broadcast_arrays(*(point / v for point in points), settled))
+
+
+def _passes_apart(schedule: str, held: Floats, rank: Floats) -> Floats:
+    """Chunks that have the gradients of their inputs, one at work included, when a rank holds most. In
+    DualPipeV and DualPipe that is in a full backward pass."""
+    if schedule not in ("InterleavedZeroBubble", "ZB-H1", "ZB-H2", "ZBVZeroBubble"):
+        return 0.0 * held
+    late = 0.0 if schedule == "ZBVZeroBubble" else (2 if schedule == "ZB-H2" else 1) * rank
+    return np.minimum(late + 1.0, held)
+
+
+def weight_passes(
+    schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike, rank: ArrayLike
+) -> Floats:
+    """Passes of a rank for the gradients of weights alone, of all chunks, over those for all microbatches and
+    chunks. The first stage has none, it makes all its gradients in one.
+
+    Source: the orders of plan/schedule.py, counted by tests.
+    """
+    p, v, m, r = (np.asarray(column, dtype=np.float64) for column in (ranks, chunks, microbatches, rank))
+    if schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        passes = m * (v - (r == 0))
+    elif schedule == "DualPipeV":
+        passes = np.where(r == 0, p - 1, 2 * p - 1 - r)
+    else:
+        passes = 0.0 * (p * v * m * r)
+    return np.asarray(passes / (m * v))

@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwright.check.compare import compare
 from shardwright.check.dryrun import dry_run
-from shardwright.cluster import device
+from shardwright.cluster import cluster_of, device
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import Mla, ModelSpec, Moe, preset
 from shardwright.plan import holdings, memory, moments, traffic
 from shardwright.plan.activations import activations_of
-from shardwright.plan.held_units import busiest_units
+from shardwright.plan.explain import plan_of
+from shardwright.plan.held_units import held_units
 from shardwright.plan.params import EMBEDDING, HEAD
 from shardwright.plan.shards import UnitElements, weighted_elements
+from shardwright.plan.stages import every_stage
 from shardwright.plan.table import table_of
 from shardwright.run import dp, model, step
 from shardwright.units import GiB, KiB
@@ -172,7 +175,8 @@ def differences(plan, executed):
     table = table_of([plan.layout], plan.spec.layers)
     ledger = memory.memory_ledger(plan.spec, plan.job, CPU, table)
     found = [name for name, held in executed.at_rest.items() if getattr(ledger, name)[0] != held]
-    flows = traffic.merged(traffic.traffic(plan.spec, plan.job, table))
+    stage = every_stage(table, plan.spec)[0]
+    flows = traffic.merged(traffic.traffic(plan.spec, plan.job, table, stage))
     ours = {(x.axis, x.collective): (int(x.launches[0]), int(x.payload_bytes[0])) for x in flows}
     theirs = {tuple(call): tuple(sent) for call, sent in executed.traffic.items()}
     found += [" ".join(call) for call in ours.keys() | theirs.keys() if ours.get(call) != theirs.get(call)]
@@ -260,9 +264,9 @@ def sent_without(kind):
     return lambda model, table, weight, adapters: none_of(kind)(model, table, [weight], adapters)[0]
 
 
-def head_twice(model, table):
+def head_twice(table, stage):
     """Copies of units, those of the head counted twice."""
-    copies = busiest_units(model, table)
+    copies = held_units(table, stage)
     return copies | {HEAD: 2 * copies[HEAD]}
 
 
@@ -292,7 +296,7 @@ BROKEN_LEDGERS = {
     "tensor saved twice": (Plan(m=1), holdings, "activations_of", saved_twice("input"), {"peak"}),
     "embedding has no state": (Plan(m=1), memory, "weighted_elements", none_of(EMBEDDING), STATE | {"peak"}),
     "embedding is not sent": (Plan(m=1), traffic, "unit_elements", sent_without(EMBEDDING), {GATHER, REDUCE}),
-    "head gathered twice": (Plan(m=1), traffic, "busiest_units", head_twice, {GATHER}),
+    "head gathered twice": (Plan(m=1), traffic, "held_units", head_twice, {GATHER}),
     "replicas not summed": (
         Plan(replicate=2, shard=2, m=1), traffic, "WIDE_BYTES", dict.fromkeys(NARROW, 0),
         {REDUCE, "dp_replicate all_reduce"},
@@ -323,6 +327,8 @@ def test_a_broken_ledger_is_found(fault, monkeypatch):
     assert differences(plan, executed) == set()
     monkeypatch.setattr(module, name, replacement)
     assert differences(plan, executed) >= terms
+    whole = plan_of(plan.spec, plan.job, cluster_of("cpu", plan.layout.ranks), plan.layout)
+    assert not compare(whole, executed, PEAK).ok
 
 
 # A broken runtime

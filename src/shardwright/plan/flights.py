@@ -12,9 +12,9 @@ from shardwright.plan.table import Floats
 
 class Kept(NamedTuple):
     """Bytes of one microbatch on a rank: of its ``blocks``, the ``output`` of one stage, which waits for its
-    gradient, what the ``head`` keeps, its ``logits``, and what ``waits`` for the gradients of
-    weights; of the rank the whole ``gradients`` of its blocks and ``of_head``, which a first backward pass
-    makes at once."""
+    gradient, what the ``head`` keeps, its ``logits``, and what ``waits`` for the gradients of weights; of the
+    rank the whole ``gradients`` of its blocks, and by how much moments of two flights may differ besides: the
+    ``slack`` of gradients that are there at one moment and not at another."""
 
     blocks: Floats
     output: Floats
@@ -22,7 +22,7 @@ class Kept(NamedTuple):
     logits: Floats
     waits: Floats
     gradients: Floats
-    of_head: Floats
+    slack: Floats
 
 
 class Flight(NamedTuple):
@@ -66,7 +66,7 @@ def flights(stage: Stage, kept: Kept) -> list[Flight]:
     return [
         flight
         for flight, own in zip(found, held, strict=True)
-        if not any((own + kept.of_head < other).all() for other in held)
+        if not any((own + kept.slack < other).all() for other in held)
     ]
 
 

@@ -289,7 +289,7 @@ def rank_step(
         logits=np.where(table.loss_chunks == 1, vocab * tokens, 0.0),
         waits=stage.blocks * means.waits * tokens,
         gradients=stage.blocks * mean.whole,
-        of_head=stage.head * units[HEAD].whole,
+        slack=stage.head * (units[HEAD].whole + units[HEAD].fresh) + stage.blocks * mean.fresh,
     )
     return RankStep(
         table=table,

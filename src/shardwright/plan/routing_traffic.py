@@ -60,3 +60,6 @@ def routing_exchanges(
     ):
         apart = np.where(same, 1, degree)
         yield Exchange(axis, "all_reduce", apart, some, NUMBER_BYTES * some)
+    # tp, which splits the experts too, sums theirs as a number of its own where other ranks hold the rest
+    both = np.where((table.etp > 1) & (table.ep > 1) & (table.ep != table.shard), table.tp, 1)
+    yield Exchange("tp", "all_reduce", both, 0.0 * some, NUMBER_BYTES * some)

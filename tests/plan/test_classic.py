@@ -159,9 +159,14 @@ def test_the_published_layout_of_llama_3_405b_fits(llama_405b):
     assert not faults(best, job, cluster) + model_faults(best, model, job)
 
 
-def test_the_published_layout_is_near_the_best(llama_405b):
-    _, _, found, free = llama_405b
-    assert least_time(found) <= 1.12 * least_time(free)
+def test_the_published_layout_is_within_ten_percent_of_the_best(llama_405b, request):
+    name, _, found, free = llama_405b
+    if name == "128k":
+        reason = (
+            "10.7 %: zero-bubble schedules, its best before, do not fit with what torch keeps for weights"
+        )
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    assert least_time(found) <= 1.1 * least_time(free)
 
 
 # One node

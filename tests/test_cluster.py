@@ -303,3 +303,34 @@ def test_links_of_devices_say_what_messages_cost():
             ("h100-sxm", "h200", "h20-", "b200", "b300", "gb")
         )
     assert device("cpu").intra_link.small_latency == device("cpu").intra_link.latency
+
+
+def curve(**changes):
+    values = {"collective": "all_reduce", "members": [2, 4], "sizes": [1024, 2048], "times": [1e-5, 2e-5]}
+    return values | changes
+
+
+def test_a_cluster_with_curves_and_pairs_comes_back_from_toml():
+    cluster = cluster_of("h100-sxm", 16)
+    record = {"hosts": ["a"] * 8 + ["b"] * 8, "pairs": [(0, 1, 4e11, 2e-6)], "source": "gloo"}
+    values = cluster.model_dump() | {"curves": [curve(members=[8, 16])], "map": record}
+    measured = Cluster.checked(values)
+    assert Cluster.from_toml(measured.to_toml()) == measured
+    assert measured.map.pairs[0].bandwidth == 4e11
+    assert measured.curves[0].ranks == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"times": [1e-5]}, "times has 1 values, sizes 2"),
+        ({"sizes": [2048, 1024]}, "sizes do not grow"),
+        ({"times": [1e-5, 0.0]}, "times must be above 0"),
+        ({"members": [2, 3]}, "no whole groups inside one another"),
+        ({"members": [8]}, "give one number a level"),
+    ],
+)
+def test_a_malformed_curve_is_refused(changes, message):
+    values = cluster_of("h100-sxm", 16).model_dump() | {"curves": [curve(**changes)]}
+    with pytest.raises(ClusterError, match=message.replace("[", r"\[")):
+        Cluster.checked(values)

@@ -11,6 +11,7 @@ import typer
 from shardwright import __version__
 from shardwright import cli_options as opt
 from shardwright import cli_train_options as train_opt
+from shardwright.cli_map import map_app
 from shardwright.cli_print import need_torch, print_report, say
 from shardwright.cli_proof import LEDGER_DIFFERS, accuracy, check, doctor, memory, parity
 from shardwright.cluster import Cluster, device, device_names
@@ -313,6 +314,7 @@ def _quantity(option: str, text: str | None, units: Mapping[str, float]) -> floa
 
 for _command in (check, memory, parity, accuracy, doctor):
     app.command()(_command)
+app.add_typer(map_app, name="map")
 
 
 @app.command()

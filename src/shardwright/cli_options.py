@@ -289,7 +289,7 @@ def cluster_of_options(options: ClusterOptions) -> Cluster:
         clashing = [option for option, value in given.items() if value is not None]
         if clashing:
             raise ClusterError(f"--cluster {file} says it all: leave out {', '.join(clashing)}")
-        cluster = Cluster.from_file(file)
+        cluster = Cluster.from_file(file).model_copy(update={"map": None})
     else:
         name = "cpu" if name is None else name
         if gpus is None:

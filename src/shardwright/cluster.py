@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from shardwright.bandwidth_map import Curve, MapRecord
 from shardwright.description import Bandwidth, Bytes, Description, FlopsPerSecond, Seconds, nearest
 from shardwright.errors import ClusterError, ShardwrightError
 
@@ -190,10 +191,18 @@ class Cluster(Description):
     levels: tuple[Level, ...] = Field(default=(), description="of links, if not the device's own")
     price_per_device_hour: NonNegativeFloat = 0.0
     assumed: tuple[str, ...] = Field(default=(), description="what was not given, and the value taken")
+    curves: tuple[Curve, ...] = Field(default=(), description="measured times of collectives, by size")
+    map: MapRecord | None = Field(default=None, description="what else was measured; no plan holds it")
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
         found = list(self._level_faults()) if self.levels else []
+        found += [
+            f"curve of {curve.collective} has members={list(curve.members)}, the cluster has levels "
+            f"{[level.name for level in self.domains]}: give one number a level"
+            for curve in self.curves
+            if len(curve.members) != len(self.domains)
+        ]
         if found:
             raise ValueError("; ".join(found))
         return self

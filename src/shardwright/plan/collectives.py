@@ -10,7 +10,7 @@ Symbols: n ranks of a group; r of them in a domain, the one with fewest; S bytes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,8 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from shardwright.cluster import Cluster, Link
 from shardwright.plan.table import Floats, Ints
 from shardwright.units import MiB
-
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 SMALL_RING, SMALL_TREE = 1 / 2, 1 / 3.8
 """Share of the ring's bandwidth that small messages get: half of what LL sends are flags. Source: NVIDIA/nccl

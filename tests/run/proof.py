@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from gloo import BASE, MODELS
 from matrix import AUX, ROWS, Row
 
-from shardwright.cluster import cluster_of
+from shardwright.cluster import Cluster, cluster_of
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.explain import plan_of
 from shardwright.planfile import Plan
+from shardwright.units import GiB
 
 WIDER = {"hidden": 256, "ffn": 704, "heads": 8, "kv_heads": 4, "head_size": 32}
 LATENT = {"q_rank": 96, "kv_rank": 64, "nope_size": 32, "rope_size": 16, "value_size": 32}
@@ -49,7 +50,12 @@ def proof_plan(row: Row, precision: str = "bf16") -> Plan:
         packing="documents" if row.packed else "windows",
         **balance,
     )
-    return plan_of(spec, job, cluster_of("cpu", layout.ranks), layout)
+    return plan_of(spec, job, _with_host_memory(cluster_of("cpu", layout.ranks)), layout)
+
+
+def _with_host_memory(cluster: Cluster) -> Cluster:
+    """CPU ranks have no host beside them to offload to; the rows that do stand for devices that have."""
+    return cluster.model_copy(update={"device": cluster.device.model_copy(update={"host_memory": GiB})})
 
 
 def proof_plans(precision: str = "bf16") -> Iterator[tuple[str, Plan]]:

@@ -98,7 +98,7 @@ class Tape(MemoryMeter):  # type: ignore[misc]
             return
         super()._born(storage, kind, tensor)
         self.of_storage[key] = []
-        self._note(key, kind, storage.nbytes())
+        self._note(key, kind, self.storages[key].nbytes)
 
     def _died(self, key: int) -> None:
         gone = self.storages[key]

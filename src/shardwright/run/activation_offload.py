@@ -26,13 +26,13 @@ def apply_activation_offload(blocks: Iterable[nn.Module]) -> None:
     two blocks' saved tensors are on the device. Parameters stay, and inputs without a gradient (rotary
     tables). Call before FSDP wraps the blocks: what it gathers is seen inside their forward pass only.
     """
-    copier = _Copier()
+    copier = Copier()
     for number, block in enumerate(blocks):
         block.forward = functools.partial(_offloading, copier, number, block, block.forward)
 
 
 def _offloading(
-    copier: "_Copier", number: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    copier: "Copier", number: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """``forward`` of the block with its saved tensors on the host."""
     if not torch.is_grad_enabled():
@@ -48,7 +48,7 @@ def _offloading(
     return found
 
 
-class _Copier:
+class Copier:
     """Streams that copy, one each way.
 
     The host would otherwise run ahead of the copies, and the device hold every block's tensors at once: it
@@ -108,7 +108,7 @@ class _Copier:
 class _Saved:
     """One saved tensor: on the host, and while backward is near on the device again."""
 
-    def __init__(self, copier: _Copier, source: Tensor) -> None:
+    def __init__(self, copier: Copier, source: Tensor) -> None:
         part = local(source)
         self.copier, self.device, self.host = copier, part.device, copier.down(part)
         self.spec = source._spec if isinstance(source, DTensor) else None
@@ -136,7 +136,7 @@ class _Call:
     Autograd holds it, and the saved tensors, as long as it needs them: nothing else does.
     """
 
-    def __init__(self, copier: _Copier, number: int, last: "_Call | None") -> None:
+    def __init__(self, copier: Copier, number: int, last: "_Call | None") -> None:
         self.copier, self.number = copier, number
         # another microbatch's last block is not what backward reaches after the first block
         follows = last is not None and last.number == number - 1

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwright.run.activation_offload import Copier
 from shardwright.run.mesh import RankMesh
 from shardwright.run.model import Stages
+from shardwright.run.offload import OffloadedOptimizer
 from shardwright.run.recorder import Recorder
 from shardwright.run.tp import TP_PARTS
 
@@ -27,6 +29,9 @@ GATHERED, LOGITS, ACTIVATIONS = "gathered", "logits", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, GATHERED)
 """What a storage is. GATHERED is all that FSDP holds whole for a while: parameters, gradients not yet
 reduced, and communication buffers. ACTIVATIONS is the rest, saved or in use."""
+
+HOST = "host"
+"""What is offloaded: followed, for on a CPU rank nothing else tells it from the device's, and not counted."""
 
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -95,12 +100,14 @@ class MemoryMeter(TorchDispatchMode):
             self.undo.enter_context(self.recorder.attached(self.model, self.optimizer))
         self._register_state()
         self.undo.enter_context(_watched_fsdp(self))
+        self.undo.enter_context(_watched_offload(self))
         for stage in self.model.stages:
             if stage.lm_head is not None:
                 self._watch(stage.lm_head, LOGITS)
                 loss = stage.lm_head.register_forward_hook(lambda _, __, loss: self.mark(loss, ACTIVATIONS))
                 self.undo.callback(loss.remove)
-        pre = self.optimizer.register_step_pre_hook(lambda *_: self._start(OPTIMIZER))
+        updates = HOST if isinstance(self.optimizer, OffloadedOptimizer) else OPTIMIZER
+        pre = self.optimizer.register_step_pre_hook(lambda *_: self._start(updates))
         post = self.optimizer.register_step_post_hook(lambda *_: self._start(ACTIVATIONS))
         self.undo.callback(pre.remove)
         self.undo.callback(post.remove)
@@ -170,14 +177,15 @@ class MemoryMeter(TorchDispatchMode):
             return
         self.births += 1
         alive = weakref.ref(storage, lambda _: self._died(key))
-        self.storages[key] = _Storage(kind, storage.nbytes(), self.births, alive)
-        if self.recorder is not None:
-            self.recorder.born(key, kind, storage.nbytes(), tensor)
-        self._add(kind, storage.nbytes())
+        nbytes = 0 if kind == HOST else storage.nbytes()
+        self.storages[key] = _Storage(kind, nbytes, self.births, alive)
+        if self.recorder is not None and kind != HOST:
+            self.recorder.born(key, kind, nbytes, tensor)
+        self._add(kind, nbytes)
 
     def _died(self, key: int) -> None:
         gone = self.storages.pop(key)
-        if self.recorder is not None:
+        if self.recorder is not None and gone.kind != HOST:
             self.recorder.died(key)
         self.held[gone.kind] -= gone.nbytes
 
@@ -192,10 +200,11 @@ class MemoryMeter(TorchDispatchMode):
         for parameter in self.model.parameters():
             self.mark(parameter, PARAMETERS)
             self.mark(parameter.grad, GRADIENTS)
+        kept = HOST if isinstance(self.optimizer, OffloadedOptimizer) else OPTIMIZER
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and name != "step":  # counters stay on the host
-                    self.mark(value, OPTIMIZER)
+                    self.mark(value, kept)
 
     # Who makes what
 
@@ -323,6 +332,22 @@ def _watched_fsdp(meter: MemoryMeter) -> Iterator[None]:
         for owner, name, original in originals:
             setattr(owner, name, original)
         hooked.remove()
+
+
+@contextlib.contextmanager
+def _watched_offload(meter: MemoryMeter) -> Iterator[None]:
+    """Have copies of saved tensors on the host reported as HOST."""
+    down = Copier.down
+
+    def copy(copier: Copier, source: torch.Tensor) -> torch.Tensor:
+        with meter.making(HOST):
+            return down(copier, source)
+
+    Copier.down = copy
+    try:
+        yield
+    finally:
+        Copier.down = down
 
 
 class _GatheredGradients:

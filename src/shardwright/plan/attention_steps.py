@@ -75,12 +75,20 @@ def _qk_norms(rank: Rank, sizes: Mapping[str, float], after: str) -> Step:
 
 def _core(rank: Rank, keys_and_values: float, out: float, views: tuple[str, ...]) -> Op:
     """Attention proper. In backward the keys and values of other context ranks pass by in a ring with their
-    gradients, these in the wider type, or lie gathered; Ulysses keeps the output once more, after the heads
-    have returned, and repeats key/value heads fewer than the ranks. ``views``: other tensors in the same
-    storage as the values."""
+    gradients, these in the wider type, one buffer filled while another travels; or lie gathered. Over packed
+    documents a block's gradients are summed before they are added. Queries' gradients are summed in the
+    wider type. Ulysses keeps the output once more, after the heads have returned, and repeats key/value heads
+    fewer than the ranks. ``views``: other tensors in the same storage as the values."""
     e, w, kind = rank.e, rank.w, rank.split.cp_kind
     heads, kv_heads = _heads(rank)
-    passed = {"none": 0.0, "ring": e + w, "all_gather": rank.split.cp * 2 * e, "ulysses": 0.0}[kind]
+    packed = rank.job.packing == "documents"
+    passed = {
+        "none": 0.0,
+        "ring": e + (3 if packed else 2) * w,
+        "all_gather": rank.split.cp * (2 * e + packed * w),
+        "ulysses": packed * w,
+    }[kind]
+    summed = 0.0 if kind == "none" else (w - e) * out
     makes = {"attention": e * out, "lse": w * heads}
     kept = ["q", "k", "v", *views, "attention", "lse"]
     if kind == "ulysses":
@@ -97,7 +105,7 @@ def _core(rank: Rank, keys_and_values: float, out: float, views: tuple[str, ...]
         keeps=tuple(kept),
         stays=("attention", "lse"),
         gradient=rank.trained(heads) if rank.model.attention_sinks else 0.0,
-        around_backward=passed * keys_and_values,
+        around_backward=passed * keys_and_values + summed,
     )
 
 

@@ -37,7 +37,7 @@ from shardwright.plan.shards import (
     unit_elements,
 )
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import Floats, LayoutTable, added, distinct, part_along
+from shardwright.plan.table import Floats, Ints, LayoutTable, added, distinct, part_along
 
 
 def token_bytes(job: Job) -> int:
@@ -97,7 +97,9 @@ class RankStep:
     embedding: Amounts
     block: Amounts
     mean: Amounts
+    experts: Amounts  # of that block, as a group of parameters of its own; 0 where they are in the block's
     ahead: Floats  # gathered of the block whose backward comes next, while another's runs
+    ahead_of_head: Floats  # the same while the head's runs
     head: Amounts
     tokens: Floats  # of a microbatch on a rank
     saved: Floats  # of one block, the mean
@@ -243,6 +245,16 @@ def _gathered_ahead(block: Amounts, experts: Amounts, table: LayoutTable, stage:
     return block.gathered - np.where(whole, experts.gathered, 0.0) if whole.any() else block.gathered
 
 
+def _apart(experts: Amounts, table: LayoutTable, stage: Stage) -> Amounts:
+    """Experts of a block where FSDP has them as a group of their own, which it reduces first."""
+    return _held(experts, np.where((table.ep * table.etp > 1) & (stage.expert_blocks > 0), 1.0, 0.0))
+
+
+def _gathered_ahead_of_head(ahead: Floats, experts: Amounts, table: LayoutTable) -> Floats:
+    """Of a block in two groups the head's backward pass gathers one ahead, the experts."""
+    return np.where(experts.gathered > 0, np.where(table.expert_shard > 1, experts.gathered, 0.0), ahead)
+
+
 def unit_amounts(model: ModelSpec, job: Job, table: LayoutTable) -> dict[str, Amounts]:
     """Bytes of one unit of every kind."""
     return amounts_of(model, job, table, unit_elements(model, table, trained_weight(job), job.adapters))
@@ -280,6 +292,8 @@ def rank_step(
     if tied and (table.pp > 1).any():  # two matrices
         tied, embedding = False, _joined(units[TIED], embedding)
     block, mean = _block_amounts(units, model, stage)
+    experts = _apart(units[EXPERTS], table, stage)
+    ahead = _gathered_ahead(block, units[EXPERTS], table, stage)
     vocab = stage.head * np.ceil(model.vocab / table.tp) * element
     rstd, normed = wide / by_sequence, element * model.hidden
     kept = Kept(
@@ -298,7 +312,9 @@ def rank_step(
         embedding=_held(embedding, stage.embedding),
         block=block,
         mean=mean,
-        ahead=_gathered_ahead(block, units[EXPERTS], table, stage),
+        experts=experts,
+        ahead=ahead,
+        ahead_of_head=_gathered_ahead_of_head(ahead, experts, table),
         head=_held(units[HEAD], stage.head),
         tokens=tokens,
         saved=saved,
@@ -415,14 +431,39 @@ def waiting_gradients(step: RankStep, role: Role, still: Open) -> Floats:
 
 
 def reduction_buffers(step: RankStep, role: Role, unit: Amounts) -> Floats:
-    """Buffers while a unit's gradients are reduced.
-
-    The input, and either the gradients it is made from, or the reduced shard with the unit's last gradient (a
-    loop variable of ``foreach_reduce`` holds it); a single rank copies the input once more instead. Gradients
-    that wait for the last microbatch are widened or added.
-    """
-    waits = role.older & (step.table.zero_stage <= 1)
-    source = np.where(waits, unit.whole, unit.fresh)
-    beside = np.where(step.table.shard == 1, unit.reduce_input, source * unit.last_share)
+    """Buffers while a unit's gradients are reduced; those that wait for the last microbatch are widened or
+    added."""
     added = np.where(role.older, np.where(merges_at_once(step, role), 0.0, unit.fresh), unit.whole)
-    return np.where(reduces(step, role), unit.reduce_input + np.maximum(source, beside + unit.shard), added)
+    return np.where(reduces(step, role), _reduction(step, role, unit, step.table.shard), added)
+
+
+def block_reduction_buffers(step: RankStep, role: Role) -> Floats:
+    """The same of the largest block: where its experts are a group of their own, they come first, while the
+    rest's gradients wait."""
+    joined = reduction_buffers(step, role, step.block)
+    if not step.experts.gathered.any():
+        return joined
+    rest = rest_of_block(step)
+    first = _reduction(step, role, step.experts, step.table.expert_shard) + _source(step, role, rest)
+    made = np.where(role.older & (step.table.zero_stage >= 2), 0.0, step.experts.shard)
+    then = _reduction(step, role, rest, step.table.shard) + made
+    return np.where(reduces(step, role) & (step.experts.gathered > 0), np.maximum(first, then), joined)
+
+
+def rest_of_block(step: RankStep) -> Amounts:
+    """What is reduced last of the largest block: all of it, or what is not experts."""
+    pairs = zip(step.block[:-1], step.experts[:-1], strict=True)
+    return _of_columns((whole - experts for whole, experts in pairs), step.block.last_share)
+
+
+def _reduction(step: RankStep, role: Role, unit: Amounts, degree: Ints) -> Floats:
+    """The input, and either the gradients it is made from, or the reduced shard with the unit's last gradient
+    (a loop variable of ``foreach_reduce`` holds it); a single rank copies the input once more instead."""
+    source = _source(step, role, unit)
+    beside = np.where(degree == 1, unit.reduce_input, source * unit.last_share)
+    return unit.reduce_input + np.maximum(source, beside + unit.shard)
+
+
+def _source(step: RankStep, role: Role, unit: Amounts) -> Floats:
+    """Gradients that a unit's reduction starts from."""
+    return np.where(role.older & (step.table.zero_stage <= 1), unit.whole, unit.fresh)

@@ -24,6 +24,7 @@ from shardwright.plan.holdings import (
     RankStep,
     Role,
     block_kinds,
+    block_reduction_buffers,
     gathered_parameters,
     merges_at_once,
     pooled_gradients,
@@ -32,6 +33,7 @@ from shardwright.plan.holdings import (
     reduces,
     reduction_buffers,
     resident,
+    rest_of_block,
     roles_of,
     unit_amounts,
     waiting_gradients,
@@ -319,8 +321,8 @@ def _gathering(step: RankStep, role: Role, blocks: Floats, resident: Floats, buf
 
 
 def _prefetched(step: RankStep) -> Floats:
-    """Stage 3: the buffer of the block whose backward comes next."""
-    return np.where(step.table.shard > 1, step.ahead, 0.0)
+    """Stage 3: the buffer of the block whose backward comes after the head's."""
+    return np.where(step.table.shard > 1, step.ahead_of_head, 0.0)
 
 
 def _head_backward(step: RankStep, role: Role) -> Held:
@@ -346,7 +348,7 @@ def _head_reduced(step: RankStep, role: Role) -> Held:
 def _in_block(step: RankStep, role: Role, layer: Floats, moment: _Inside) -> Held:
     still = Open(layer + 1, step.tied)
     after_head = 0.0 if step.tied else step.head.reduce_input
-    previous = np.where(layer == step.layers - 1, after_head, step.block.reduce_input)
+    previous = np.where(layer == step.layers - 1, after_head, rest_of_block(step).reduce_input)
     buffer = np.where(reduces(step, role), previous, 0.0)
     stage3 = (
         step.block.gathered
@@ -364,7 +366,7 @@ def _first_block_copied_out(step: RankStep, role: Role) -> Held:
     block prefetches one more behind itself, which its own backward passes hold as well."""
     still = Open(np.ones_like(step.layers), step.tied)
     after_head = 0.0 if step.tied else step.head.reduce_input
-    buffer = np.where(step.layers > 1, step.block.reduce_input, after_head)
+    buffer = np.where(step.layers > 1, rest_of_block(step).reduce_input, after_head)
     gathered = 2 * step.block.gathered + buffer + (step.head.gathered if step.tied else 0.0)
     activations = (
         step.kept(np.ones_like(step.layers)) + step.tokens * step.residual + step.inputs + step.tied_gradient
@@ -378,7 +380,7 @@ def _block_reduced(step: RankStep, role: Role, layer: Floats) -> Held:
     gathered = gathered_parameters(step, role, after, stage3) + waiting_gradients(
         step, role, after if role.last else before
     )
-    gathered = gathered + reduction_buffers(step, role, step.block)
+    gathered = gathered + block_reduction_buffers(step, role)
     inputs = step.inputs - np.where(layer > 0, 0.0, step.tables)
     activations = step.kept(layer) + step.tokens * step.residual + inputs + step.tied_gradient
     return Held(reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered)
@@ -386,7 +388,7 @@ def _block_reduced(step: RankStep, role: Role, layer: Floats) -> Held:
 
 def _embedding_backward(step: RankStep, role: Role) -> Held:
     still = Open(np.zeros_like(step.layers), step.tied)
-    buffer = np.where(reduces(step, role), step.block.reduce_input, 0.0)
+    buffer = np.where(reduces(step, role), rest_of_block(step).reduce_input, 0.0)
     stage3 = step.head.gathered if step.tied else np.zeros_like(step.layers)
     gathered = gathered_parameters(step, role, still, stage3) + waiting_gradients(step, role, still) + buffer
     if not step.tied:

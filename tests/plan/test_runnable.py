@@ -119,6 +119,10 @@ REFUSED = {  # by the runtime: fields, changes of the job, the sentence
         {"offload": "activations", "recompute": "full"}, {},
         "offload='activations' with recompute='full' is only modelled: use 'none' for one of them",
     ),
+    "offload_in_two_passes": (
+        pipeline("ZBVZeroBubble", chunks=2, offload="activations"), {},
+        "offload='activations' with schedule='ZBVZeroBubble' is only modelled: what a pass for gradients of",
+    ),
 }  # fmt: skip
 
 

@@ -288,7 +288,8 @@ OFFLOAD_ROWS = [
     row(**SHARD, offload="optimizer"),
     row(tp=2, sp=True, offload="optimizer+activations"),
     row(**RING, offload="activations"),
-    *(row("deep", pp=2, **schedule, offload="optimizer+activations") for schedule in (ONE_BY_ONE, ZBV)),
+    row("deep", pp=2, **ONE_BY_ONE, offload="optimizer+activations"),
+    row("deep", pp=2, **ZBV, offload="optimizer"),
     row("experts", ep=2, **SHARD, offload="optimizer+activations"),
 ]
 

@@ -131,20 +131,24 @@ class RankStep:
         return self.ids + self.tables + self.flight.others
 
     def kept(self, blocks: Floats) -> Floats:
-        """Saved tensors of so many blocks of the present microbatch, on the device."""
+        """Saved tensors of the present microbatch on the device, of so many blocks before the one at work."""
         return kept_blocks(blocks, self.resident) * self.saved
+
+    def kept_at_head(self) -> Floats:
+        """The same of all blocks while the head is at work: what is offloaded is down then."""
+        return np.where(self.resident, self.layers * self.saved, 0.0)
 
 
 OFFLOADED_BLOCKS = 2
 """Blocks whose saved tensors are on the device although they rest on the host: the one at work and the one
-on its way. An assumption: double buffering."""
+on its way; run/activation_offload.py sees to it."""
 
 
 def kept_blocks(blocks: Floats, resident: NDArray[np.bool_]) -> Floats:
-    """Blocks of which the saved tensors are on the device."""
+    """Blocks before the one at work of which the saved tensors are on the device: all, or the next one."""
     if resident.all():
         return blocks
-    return np.where(resident, blocks, np.minimum(blocks, OFFLOADED_BLOCKS))
+    return np.where(resident, blocks, np.minimum(blocks, OFFLOADED_BLOCKS - 1))
 
 
 class BlockKinds(NamedTuple):
@@ -297,7 +301,9 @@ def rank_step(
     vocab = stage.head * np.ceil(model.vocab / table.tp) * element
     rstd, normed = wide / by_sequence, element * model.hidden
     kept = Kept(
-        blocks=stage.blocks * (saved if resident.all() else np.where(resident, saved, 0.0)),
+        blocks=stage.blocks * saved
+        if resident.all()
+        else np.where(resident, stage.blocks * saved, (1 - stage.embedding) * residual * tokens),
         output=residual * tokens,
         head=(residual + normed + rstd) * tokens,
         logits=np.where(table.loss_chunks == 1, vocab * tokens, 0.0),

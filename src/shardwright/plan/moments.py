@@ -329,7 +329,7 @@ def _head_backward(step: RankStep, role: Role) -> Held:
     still = Open(step.layers, True)
     gathered = gathered_parameters(step, role, still, step.head.gathered + _prefetched(step))
     vectors = np.where(step.vocab > 0, step.residual + 2 * step.normed + step.rstd, step.residual)
-    activations = step.kept(step.layers) + step.tokens * vectors + step.inputs
+    activations = step.kept_at_head() + step.tokens * vectors + step.inputs
     gradient = 0.0 if step.tied else np.maximum(step.head.fresh - step.normed, 0.0)  # the norm's comes after
     gathered = gathered + waiting_gradients(step, role, still) + gradient
     activations = activations + step.tied_gradient
@@ -340,7 +340,7 @@ def _head_reduced(step: RankStep, role: Role) -> Held:
     before, after = Open(step.layers, True), Open(step.layers, False)
     gathered = gathered_parameters(step, role, after, _prefetched(step))
     waiting = waiting_gradients(step, role, after if role.last else before)
-    activations = step.kept(step.layers) + step.tokens * step.residual + step.inputs
+    activations = step.kept_at_head() + step.tokens * step.residual + step.inputs
     gathered = gathered + waiting + reduction_buffers(step, role, step.head)
     return Held(reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered)
 

@@ -34,6 +34,9 @@ RUNNABLE_COLUMNS: Mapping[str, Sequence[int]] = {
 
 OPTIMIZER, ACTIVATIONS = 1, 2  # bits of the column offload
 
+TWO_PASSES = [SCHEDULE_NAMES.index(name) for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")]
+"""Schedules that run whose backward is in two passes."""
+
 
 class Refusal(NamedTuple):
     """One rule: the rows of a table that break it, and the sentence for one layout that does."""
@@ -66,6 +69,14 @@ REFUSALS: Mapping[str, Refusal] = {
         lambda layout, _: (
             f"offload={layout.offload!r} with recompute={layout.recompute!r} is only modelled: "
             "use 'none' for one of them"
+        ),
+    ),
+    "offload_in_two_passes": Refusal(
+        lambda table, _: (table.offload & ACTIVATIONS > 0) & np.isin(table.schedule, TWO_PASSES),
+        lambda layout, _: (
+            f"offload={layout.offload!r} with schedule={layout.schedule!r} is only modelled: what a pass for "
+            "gradients of inputs has brought up would stay until the pass for those of weights; "
+            "offload the optimizer alone, or use 1F1B or Interleaved1F1B"
         ),
     ),
 }

@@ -47,6 +47,8 @@ def traffic_rows(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -
         of_axis[payer] = of_axis.get(payer, 0.0) + share
     rows = []
     for key, (flow, busy) in flows.items():
+        link = places[flow.axis].link(plan.cluster)[0]
+        each = float(flow.payload_bytes[0] / max(flow.launches[0], 1))
         payer = paid_by.get(flow.axis, flow.axis)
         own = exposed.get(payer, 0.0) * shares[key] / of_axis[payer] if of_axis[payer] else 0.0
         rows.append(
@@ -57,7 +59,8 @@ def traffic_rows(plan: Plan, table: LayoutTable, exposed: Mapping[str, float]) -
                 "payload_bytes": int(flow.payload_bytes[0]),
                 "bytes": float(flow.sent_bytes[0]),
                 "launches": int(flow.launches[0]),
-                "link": places[flow.axis].link(plan.cluster)[0],
+                "link": link,
+                "link_source": places[flow.axis].route(plan.cluster).source(flow.collective, each, link),
                 "busy_time": max(busy, own),  # the rank that computes longest may send more than the mean
                 "exposed_time": own,
             }

@@ -2,20 +2,23 @@
 
 A collective takes the cheapest of its algorithms: each costs so much a launch, so much a byte, and, where it
 fills channels with a large message, so much the root of a byte. Small messages go with short hops at part of
-the bandwidth (NCCL's LL protocol). plan/placement.py says where groups lie.
+the bandwidth (NCCL's LL protocol). plan/placement.py says where groups lie. What was
+measured of a cluster corrects the cheapest's time (plan/measured.py).
 
 Symbols: n ranks of a group; r of them in a domain, the one with fewest; S bytes of payload.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, reduce
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardwright.bandwidth_map import Curve
 from shardwright.cluster import Cluster, Link
+from shardwright.plan.measured import Correction, Ratios, curve_words, measured_ratios, usable_curves
 from shardwright.plan.table import Floats, Ints
 from shardwright.units import MiB
 
@@ -76,6 +79,7 @@ class Route:
     one_per_node: NDArray[np.bool_]
     rings_alone: bool  # gloo has neither trees nor protocols for small messages
     index: NDArray[np.intp] | None = None
+    corrections: Mapping[str, Correction] = field(default_factory=dict)  # of the collectives measured
 
     @cached_property
     def costs(self) -> Mapping[str, tuple[Cost, ...]]:
@@ -114,6 +118,24 @@ class Route:
             return self
         return self.at(index[(slice(None),) * axis + (places,)])
 
+    def corrected(self, collective: str, time: Floats, payload_bytes: Floats, launches: Floats) -> Floats:
+        """A modelled ``time`` of ``launches`` of ``payload_bytes`` in all as measurements have it; as it is
+        where there are none [s]."""
+        known = self.corrections.get(collective)
+        if known is None:
+            return time
+        return time * known.at(payload_bytes / np.maximum(launches, 1.0), self.index)
+
+    def source(self, collective: str, payload_bytes: float, level: str) -> str:
+        """For people: what times of the only placement rest on, at so many bytes a launch."""
+        known = self.corrections.get(collective)
+        row = 0 if self.index is None else int(self.index.ravel()[0])
+        curve = None if known is None else known.curve(row)
+        if curve is None:
+            return f"latency and bandwidth of the {level}"
+        members = [int(crossing.members.ravel()[row]) for crossing in self.crossings]
+        return curve_words(curve, members, payload_bytes)
+
     def spread(self, values: Floats) -> Floats:
         """One value a placement as one a layout."""
         return values if self.index is None else values[self.index]
@@ -150,7 +172,38 @@ def route_through(degree: Ints, spreads: Sequence[tuple[Ints, Ints]], cluster: C
         below, domains_below = inside, count
         if level.ranks == cluster.gpus_per_node:
             one_per_node = inside == 1
-    return Route(degree, tuple(crossings), one_per_node, cluster.device.kind == "cpu")
+    route = Route(degree, tuple(crossings), one_per_node, cluster.device.kind == "cpu")
+    if not cluster.curves:
+        return route
+    members = np.stack([crossing.members for crossing in crossings], axis=-1)
+    ratios = _ratios(cluster.model_copy(update={"map": None, "assumed": ()}))
+    return replace(route, corrections={name: each.of_groups(members) for name, each in ratios.items()})
+
+
+@lru_cache(maxsize=64)
+def _ratios(cluster: Cluster) -> Mapping[str, Ratios]:
+    """What the model is wrong by for each collective that was measured of ``cluster``."""
+    curves = usable_curves(cluster)
+    return dict(measured_ratios(curves, lambda name, curve: modelled_times(name, curve, cluster)))
+
+
+def modelled_times(collective: str, curve: Curve, cluster: Cluster) -> Floats:
+    """What the model says of the sizes of a curve, whatever was measured [s]."""
+    spreads = [(np.array([n]), np.array([curve.ranks // n])) for n in curve.members]
+    bare = cluster.model_copy(update={"curves": ()})
+    route = route_through(np.array([curve.ranks]), spreads, bare)
+    return collective_time(collective, curve.sizes, 1, route)
+
+
+def with_curves_of(known: Cluster, other: Cluster) -> Cluster:
+    """``other``, of the same levels with other links, with the curves of ``known``, each time as many times
+    longer or shorter as it is in the model."""
+    curves = []
+    for curve in usable_curves(known):
+        after, before = (modelled_times(curve.collective, curve, where) for where in (other, known))
+        times = tuple((np.array(curve.times) * (after / before)).tolist())
+        curves.append(curve.model_copy(update={"times": times}))
+    return other.model_copy(update={"curves": tuple(curves)})
 
 
 def rank_bandwidths(cluster: Cluster) -> list[float]:
@@ -173,7 +226,8 @@ def rank_bandwidths(cluster: Cluster) -> list[float]:
 
 
 def collective_time(collective: str, payload_bytes: ArrayLike, launches: ArrayLike, route: Route) -> Floats:
-    """Time of ``launches`` equal collectives of ``payload_bytes`` in all, by the cheapest algorithm [s].
+    """Time of ``launches`` equal collectives of ``payload_bytes`` in all, by the cheapest algorithm, or as
+    measured [s].
 
     Payload is the whole tensor: what an all-gather fills, a reduce-scatter or all-reduce is given; of an
     all-to-all what a rank gives, its own part too; of a send what goes to the neighbour.
@@ -182,11 +236,12 @@ def collective_time(collective: str, payload_bytes: ArrayLike, launches: ArrayLi
     """
     payload, count = np.asarray(payload_bytes, np.float64), np.asarray(launches, np.float64)
     times = (_time(cost, payload, count, route) for cost in route.costs[collective])
-    return reduce(np.minimum, times)
+    return route.corrected(collective, reduce(np.minimum, times), payload, count)
 
 
 def ring_time(payload_bytes: ArrayLike, launches: ArrayLike, rounds: int, route: Route) -> Floats:
-    """The same by rings alone [s]: an all-gather or reduce-scatter is one round, an all-reduce two."""
+    """The same by rings alone, whatever was measured [s]: an all-gather or reduce-scatter is one round, an
+    all-reduce two."""
     payload, count = np.asarray(payload_bytes, np.float64), np.asarray(launches, np.float64)
     cost = Cost(*(np.where(route.degree > 1, part, 0.0) for part in _ring(route, rounds)))
     return _time(cost, payload, count, route)

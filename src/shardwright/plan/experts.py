@@ -92,7 +92,7 @@ def dispatch_time(model: ModelSpec, job: Job, table: LayoutTable, route: Route) 
     """The all-to-alls of one block with experts and one microbatch, forward and backward [s].
 
     The fullest rank's. By node, what leaves a node is one copy of a token for each other node that it goes
-    to; inside, all copies travel as before.
+    to; inside, all copies travel as before. What was measured of all-to-alls corrects both ways.
     """
     if (table.ep == 1).all():
         return np.zeros((1,) * table.ep.ndim)
@@ -106,6 +106,7 @@ def dispatch_time(model: ModelSpec, job: Job, table: LayoutTable, route: Route) 
         far = each * remote / between.bandwidth
         near = each * (1 - nodes / table.ep) / inside.bandwidth
         hop = route.spread(route.start + route.latency(small=False))
-        grouped = np.where(nodes > 1, hop + np.maximum(far, near), plain)
+        sent = route.corrected("all_to_all", hop + np.maximum(far, near), each, np.ones(1))
+        grouped = np.where(nodes > 1, sent, plain)
         time = np.where(table.dispatch == BY_NODE, np.minimum(grouped, plain), plain)
     return np.where(table.ep > 1, dispatch_launches(table) * time, 0.0)

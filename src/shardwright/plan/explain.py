@@ -14,6 +14,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.activations import Split, block_activations
 from shardwright.plan.budget import HOST, budget_rows, traffic_rows
 from shardwright.plan.gantt import parts_text, pipeline_text
+from shardwright.plan.measured import links_words
 from shardwright.plan.memory import Ledger, ledgers, memory_ledger
 from shardwright.plan.moments import timeline
 from shardwright.plan.other_runtimes import llama_block_saved_bytes
@@ -98,7 +99,7 @@ def accounts(plan: Plan) -> dict[str, Any]:
         "layout": plan.layout.model_dump(mode="json"),
         "runnable": not reasons,
         "not_runnable_reasons": reasons,
-        "assumed": [*plan.model.assumed, *plan.cluster.assumed],
+        "assumed": [*plan.model.assumed, *plan.cluster.assumed, *links_words(plan.cluster)],
         "stored_prediction_agrees": plan.prediction
         == _prediction(plan.model, plan.job, plan.cluster, step, ledger),
         "stages": [stage_account(plan, table, each) for each in ranks],

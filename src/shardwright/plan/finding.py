@@ -14,6 +14,7 @@ from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.columns import choices
 from shardwright.plan.explain import plan_of
+from shardwright.plan.measured import links_words
 from shardwright.plan.memory import memory_ledger
 from shardwright.plan.nothing import check_fits
 from shardwright.plan.pareto import pareto_rows
@@ -155,6 +156,7 @@ def _assumed(model: ModelSpec, job: Job, cluster: Cluster, experts_shared: bool)
     yield from model.assumed
     yield f"precision={job.precision}"
     yield from cluster.assumed
+    yield from links_words(cluster)
     if experts_shared and job.expert_capacity:
         yield f"expert_capacity={job.expert_capacity:g}: tokens beyond it are dropped"
     elif experts_shared:

@@ -154,8 +154,16 @@ def _kinds(
 
 
 def resized(cluster: Cluster, ranks: int) -> Cluster:
-    """The same devices and links with another number of ranks."""
-    return cluster.model_copy(update={"ranks": ranks})
+    """The same devices and links with another number of ranks, and what was measured of the levels that are
+    left; groups that were measured cross none of those added."""
+    other = cluster.model_copy(update={"ranks": ranks, "curves": ()})
+    before, after = len(cluster.domains), len(other.domains)
+    curves = [
+        curve.model_copy(update={"members": (*curve.members, *[curve.ranks] * (after - before))[:after]})
+        for curve in cluster.curves
+        if curve.members[min(before, after) - 1] == curve.ranks
+    ]
+    return other.model_copy(update={"curves": tuple(curves)})
 
 
 def fewest_devices(

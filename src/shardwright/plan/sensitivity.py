@@ -7,6 +7,7 @@ import numpy as np
 
 from shardwright.cluster import Cluster
 from shardwright.layout import Layout
+from shardwright.plan.collectives import with_curves_of
 from shardwright.plan.memory import device_memory
 from shardwright.plan.neighbours import neighbours
 from shardwright.plan.pipeline import simulated_step
@@ -97,7 +98,8 @@ def _bandwidth_changes(plan: Plan) -> list[dict[str, Any]]:
 
 def doubled_clusters(cluster: Cluster, layout: Layout) -> dict[str, Cluster]:
     """Clusters with one thing doubled, by its name: the bandwidth of each level of links, of the device's
-    memory, the peaks of computation, and where something is offloaded the bandwidth to the host."""
+    memory, the peaks of computation, and where something is offloaded the bandwidth to the host. What was
+    measured of a level becomes as much shorter as the model says."""
     found = {}
     levels = cluster.domains
     for number, level in enumerate(levels):
@@ -105,7 +107,8 @@ def doubled_clusters(cluster: Cluster, layout: Layout) -> dict[str, Cluster]:
         faster = {"bandwidth": 2 * link.bandwidth, "switch_bandwidth": 2 * link.switch_bandwidth}
         other = level.model_copy(update={"link": link.model_copy(update=faster)})
         changed = (*levels[:number], other, *levels[number + 1 :])
-        found[f"bandwidth of {level.name}"] = cluster.model_copy(update={"levels": changed})
+        other_cluster = cluster.model_copy(update={"levels": changed})
+        found[f"bandwidth of {level.name}"] = with_curves_of(cluster, other_cluster)
     device = cluster.device
     peaks = {name: 2 * getattr(device, name) for name in ("bf16", "fp8", "fp32", "fp64")}
     parts = {"memory bandwidth": {"memory_bandwidth": 2 * device.memory_bandwidth}, "peak FLOP/s": peaks}

@@ -31,6 +31,7 @@ def explain_report(document: Mapping[str, Any]) -> RenderableType:
         _timeline_table(document),
         _activations_text(document),
         _traffic_table(document),
+        *_link_sources(document),
         budget_table(document["budget"]),
         _step_table(document),
         Text(document["timeline_text"]),
@@ -161,6 +162,17 @@ def _traffic_table(document: Mapping[str, Any]) -> RenderableType:
             format_time(flow["exposed_time"]),
         )
     return found
+
+
+def _link_sources(document: Mapping[str, Any]) -> list[RenderableType]:
+    """What times of each axis rest on, where something was measured: one line for flows that rest on the
+    same."""
+    flows: dict[str, list[str]] = {}
+    for flow in document["traffic"]:
+        flows.setdefault(flow["link_source"], []).append(f"{flow['axis']} {flow['collective']}")
+    if not any(source.startswith("measured") for source in flows):
+        return []
+    return [Text("\n".join(f"{', '.join(names)}: {source}" for source, names in flows.items()), style="dim")]
 
 
 def _step_table(document: Mapping[str, Any]) -> RenderableType:

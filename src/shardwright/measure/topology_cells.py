@@ -84,7 +84,7 @@ def lines_of(text: str) -> list[Text]:
 
 
 def is_row(text: str, header: Header | None = None) -> bool:
-    """Whether a line begins as a row: a device's name and a cell. With ``header``, names of its columns too."""
+    """Whether a line begins as a row: a name and a cell; with ``header``, the name of any of its columns."""
     words = text.split(maxsplit=2)
     if len(words) < 2:
         return False
@@ -169,14 +169,15 @@ def _read(text: str, pieces: Sequence[Text], header: Header) -> Row:
             blank = "is blank" if not word else f"is {word!r}"
             raise CellFault(
                 *place(at),
-                f"row {name} in column {column} {blank}, no class of links (X, NV#, PIX, PXB, PHB, NODE, SYS): "
-                "cells are missing or moved",
+                f"row {name} in column {column} {blank}, no class of links (X, NV#, PIX, PXB, PHB, NODE, "
+                "SYS): cells are missing or moved",
             )
         cells.append(Cell("SYS" if word == "SOC" else word, *place(at)))
     if len(cells) < count:
         raise CellFault(
             *place(len(text.rstrip())),
-            f"row {name} has {len(cells)} cells of links, the header (line {header.line}) names {count} columns",
+            f"row {name} has {len(cells)} cells of links, the header (line {header.line}) names {count} "
+            "columns",
         )
     rest = words[1 + count :]
     for word, at in rest:

@@ -123,14 +123,22 @@ def _topology(host: str, cpus: Sequence[Element], file: str, text: str) -> Topol
         missing.append("the file does not number its GPUs: they are taken in its order")
     links, notes = _nvlinks(gpus, devices, file)
     missing += notes
-    places = [*gpus, *nics]
-    classes = tuple(
-        tuple(
-            SAME if a == b else f"NV{links[a, b]}" if links.get((a, b)) else _class(places[a], places[b])
-            for b in range(len(places))
+    bare = not any(_gpu(place.element) for place in gpus)
+    if bare:
+        missing.append(
+            "the file has no <gpu> and hence no NVLinks: links between GPUs are not known, NCCL asks the driver"
         )
-        for a in range(len(places))
-    )
+    places = [*gpus, *nics]
+
+    def link(a: int, b: int) -> str:
+        if a == b:
+            return SAME
+        if links.get((a, b)):
+            return f"NV{links[a, b]}"
+        return UNREACHED if bare and max(a, b) < len(gpus) else _class(places[a], places[b])
+
+    every = range(len(places))
+    classes = tuple(tuple(link(a, b) for b in every) for a in every)
     lines = text.split("\n")
     speeds = [speed for place in gpus if (speed := _pcie(place.element, file))]
     capability = _gpu(gpus[0].element).get("sm", "") if gpus else ""

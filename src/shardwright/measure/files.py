@@ -1,0 +1,108 @@
+"""Files that describe a cluster, taken for what their content says they are, as one cluster."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwright.cluster import Cluster, Device
+from shardwright.errors import EvidenceError, ShardwrightError
+from shardwright.measure.topology import Topology, has_matrix, read_topologies
+from shardwright.measure.topology_cluster import cluster_of_topologies
+from shardwright.measure.topology_xml import is_topology_xml, read_topology_xml
+
+LARGEST = 64 << 20
+"""Bytes of a file that is read."""
+
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+
+
+@dataclass
+class Parts:
+    """What was found in the files."""
+
+    topologies: list[Topology] = field(default_factory=list)
+    clusters: list[Cluster] = field(default_factory=list)
+
+
+def _add_topologies(text: str, name: str, parts: Parts) -> None:
+    parts.topologies += read_topologies(text, name)
+
+
+def _add_xml(text: str, name: str, parts: Parts) -> None:
+    parts.topologies += read_topology_xml(text, name)
+
+
+def _add_cluster(text: str, name: str, parts: Parts) -> None:
+    parts.clusters.append(Cluster.from_toml(text, name))
+
+
+def _is_cluster(text: str) -> bool:
+    return "gpus_per_node" in text and "[device]" in text
+
+
+READERS: tuple[tuple[Callable[[str], bool], Callable[[str, str, Parts], None]], ...] = (
+    (is_topology_xml, _add_xml),
+    (_is_cluster, _add_cluster),
+    (has_matrix, _add_topologies),
+)
+"""Kinds of content, and who reads them: a file may be of several."""
+
+
+def read_cluster(
+    paths: Sequence[str], kind: Device | None, nodes: int | None, base: Cluster | None
+) -> tuple[Cluster, list[dict[str, Any]]]:
+    """A cluster as ``paths`` describe it, and what was refused of them, ``{"file", "reason"}``.
+
+    ``kind``: of the devices, where the files do not name it; ``nodes``: how many are like those in the files;
+    ``base``: a cluster whose other numbers are kept.
+
+    Raises: EvidenceError: nothing of the files can be used. ClusterError: they contradict one another.
+    """
+    parts, refused = Parts(), []
+    for path in paths:
+        try:
+            _read(path, parts)
+        except ShardwrightError as fault:
+            refused.append({"file": path, "reason": str(fault)})
+    if not parts.topologies and not parts.clusters:
+        reasons = "; ".join(each["reason"] for each in refused)
+        raise EvidenceError(reasons or "map --from needs files: give printouts of nvidia-smi topo -m")
+    if parts.clusters and base is None:
+        base = parts.clusters[0]
+    if not parts.topologies:
+        assert base is not None
+        return base, refused
+    return cluster_of_topologies(parts.topologies, kind, nodes, base), refused
+
+
+def _read(path: str, parts: Parts) -> None:
+    """One file, by all readers whose kind of content it has."""
+    text = text_of(path)
+    readers = [read for matches, read in READERS if matches(text)]
+    if not readers:
+        raise EvidenceError(
+            f"{path} is no kind that is read here: give nvidia-smi topo -m, NCCL's topology as XML or a map"
+        )
+    for read in readers:
+        read(text, path, parts)
+
+
+def text_of(path: str) -> str:
+    """Text of a file in any Unicode; bytes that are none are replaced.
+
+    Raises: EvidenceError: it cannot be read, or is too large.
+    """
+    try:
+        with Path(path).open("rb") as stream:
+            data = stream.read(LARGEST + 1)
+    except OSError as fault:
+        raise EvidenceError(f"cannot read {path}: {fault.strerror}") from None
+    if len(data) > LARGEST:
+        raise EvidenceError(f"{path} has more than {LARGEST >> 20} MiB: cut out the printout")
+    coding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8-sig")
+    return data.decode(coding, errors="replace")

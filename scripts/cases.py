@@ -17,12 +17,14 @@ VERDICTS = ("right", "cannot tell", "wrong")
 GROUPS = {
     "A": "memory",
     "B": "layout and placement",
+    "C": "bandwidth and topology",
     "D": "hangs",
     "E": "numbers",
     "F": "checkpoints",
     "G": "pipelines",
     "H": "experts",
     "L": "lines of logs",
+    "T": "topologies",
 }
 
 

@@ -11,6 +11,8 @@ from shardwright.doctor.diagnose import diagnose
 
 HERE = Path(__file__).parent
 DATA, BOOKS = HERE / "data", HERE / "cases"
+MEASURED = HERE.parent / "measure" / "data"
+"""Artefacts that tests of measure/ read too."""
 
 SURE = ("certain", "likely")
 
@@ -45,9 +47,10 @@ def files_of(case: Case, folder: Path) -> list[str]:
     artefact = case.entry.get("artefact")
     if artefact is not None:
         lines = case.entry.get("lines")
+        source = DATA / artefact if (DATA / artefact).exists() else MEASURED / artefact
         if lines is None:
-            return [str(DATA / artefact)]
-        text = (DATA / artefact).read_text(encoding="utf-8").splitlines(keepends=True)
+            return [str(source)]
+        text = source.read_text(encoding="utf-8").splitlines(keepends=True)
         path = folder / artefact
         path.write_text("".join(text[lines[0] - 1 : lines[1]]), encoding="utf-8")
         return [str(path)]

@@ -14,6 +14,7 @@ from shardwright.doctor.numbers import numbers_findings
 from shardwright.doctor.oom import oom_findings
 from shardwright.doctor.setting import Setting, parse_given
 from shardwright.doctor.slow import slow_findings
+from shardwright.doctor.topology import topology_findings
 from shardwright.model import ModelSpec
 
 KINDS: tuple[Callable[[Evidence], list[Finding]], ...] = (
@@ -23,6 +24,7 @@ KINDS: tuple[Callable[[Evidence], list[Finding]], ...] = (
     numbers_findings,
     slow_findings,
     checkpoint_findings,
+    topology_findings,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from shardwright.doctor.finding import Source
 from shardwright.doctor.setting import Setting
+from shardwright.measure.topology import Topology
 from shardwright.model import ModelSpec
 from shardwright.planfile import Plan
 
@@ -319,6 +320,7 @@ class Evidence:
     given: Setting | None = None
     traces: list[Any] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    topologies: list[Topology] = field(default_factory=list)
     listing: list[str] = field(default_factory=list)  # names of files in folders that were given
     notes: list[tuple[str, str]] = field(default_factory=list)
     inputs: list[tuple[str, str]] = field(default_factory=list)

@@ -41,6 +41,8 @@ from shardwright.doctor.trace import is_trace_head, read_trace
 from shardwright.doctor.trainer import is_trainer, setting_of_trainer
 from shardwright.errors import EvidenceError, ShardwrightError
 from shardwright.hf_config import model_from_config
+from shardwright.measure.topology import has_matrix, read_topologies
+from shardwright.measure.topology_xml import is_topology_xml, read_topology_xml
 from shardwright.model import ModelSpec
 from shardwright.planfile import Plan
 
@@ -82,7 +84,9 @@ def gather(paths: Sequence[str], stdin: BinaryIO | None = None) -> Evidence:
         for file in _files(Path(path)):
             _read_file(evidence, file)
     if not evidence.inputs and evidence.notes:
-        raise EvidenceError("; ".join(f"{file}: {note}" for file, note in evidence.notes))
+        raise EvidenceError(
+            "; ".join(note if note.startswith(file) else f"{file}: {note}" for file, note in evidence.notes)
+        )
     return evidence
 
 
@@ -228,8 +232,28 @@ def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
         text = reader.read(LARGEST_DOCUMENT).decode("utf-8", errors="replace")
         evidence.records += read_table(name, text)
         return
+    if is_topology_xml(head):
+        text = reader.read(LARGEST_DOCUMENT).decode("utf-8", errors="replace")
+        evidence.topologies += read_topology_xml(text, name)
+        return
     _read_setting(evidence, name, head)
+    fault = _read_topologies(evidence, name, head)
+    before = len(evidence.records)
     evidence.records += read_lines(reader, name, LINE_READERS, rank_of_name(name))
+    if fault is not None:
+        if len(evidence.records) == before:
+            raise fault
+        evidence.notes.append((name, str(fault)))
+
+
+def _read_topologies(evidence: Evidence, name: str, head: str) -> EvidenceError | None:
+    """Printouts of `nvidia-smi topo -m` in a text; a fault of one does not keep the rest from being read."""
+    if has_matrix(head):
+        try:
+            evidence.topologies += read_topologies(head, name)
+        except EvidenceError as fault:
+            return fault
+    return None
 
 
 def _read_setting(evidence: Evidence, name: str, head: str) -> None:

@@ -26,10 +26,14 @@ from shardwright.measure.topology_cells import (
 SAME = "X"
 """Class of a device's link to itself."""
 
+AMONG_NICS = "links between these NICs are not known"
+
 MOST_WRAPPED = 4
 """Lines over which a terminal may have broken one."""
 
 _LEGEND = re.compile(r"\s*(NIC\d+)\s*:\s*(\S+)\s*$")
+_ROW = re.compile(r"GPU\d+[ \t]+(?:X|NV\d|PIX|PXB|PHB|NODE|SYS|SOC)")
+_FIRST = re.compile(r"\s*(?=\S*\d)[A-Za-z]\S*(?:\s.*)?$")
 _P2P = re.compile(r"topo\s+(?:-p2p|--p2pstatus)\s+(\S+)")
 
 
@@ -103,7 +107,7 @@ class Topology:
 
 def has_matrix(text: str) -> bool:
     """Whether ``text`` may hold a printout: a row of classes stands in it."""
-    return any(is_row(line.text) for line in lines_of(text))
+    return _ROW.search(text) is not None and any(is_row(line.text) for line in lines_of(text))
 
 
 def read_topologies(text: str, file: str) -> list[Topology]:
@@ -114,10 +118,11 @@ def read_topologies(text: str, file: str) -> list[Topology]:
 
     Raises: EvidenceError: a matrix contradicts itself, with file, line and column.
     """
-    lines = lines_of(text)
+    hosts: dict[str, list[Text]] = {}
+    for line in lines_of(text):
+        hosts.setdefault(line.label, []).append(line)
     found: list[Topology] = []
-    for label in dict.fromkeys(line.label for line in lines):
-        own = [line for line in lines if line.label == label]
+    for label, own in hosts.items():
         try:
             found += _of_host(own, file, label)
         except CellFault as fault:
@@ -157,7 +162,7 @@ def _of_host(lines: Sequence[Text], file: str, host: str) -> Iterator[Topology]:
 
 def _header_at(lines: Sequence[Text], at: int) -> tuple[Header | None, int]:
     """The header that starts at a line, and over how many lines it goes."""
-    if header_of(lines[at : at + 1]) is None:
+    if not _FIRST.match(lines[at].text) or is_row(lines[at].text):
         return None, 1
     for more in range(MOST_WRAPPED, -1, -1):
         pieces = lines[at : at + 1 + more]
@@ -314,7 +319,7 @@ def _missing(rows: Mapping[str, Row], devices: Sequence[str], nics: Sequence[str
             "from the rows of those at their other ends"
         )
     if len(lost_nics) > 1:
-        yield f"rows {', '.join(lost_nics)} are missing: links between these NICs are not known"
+        yield f"rows {', '.join(lost_nics)} are missing: {AMONG_NICS}"
 
 
 def _number(name: str) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from shardwright.measure.topology import Topology
 from shardwright.units import format_bandwidth
 
 STEPS = (("nvlink", 0), ("pcie", 2), ("numa", 4), ("node", 5))
-"""Names of levels, and the farthest class in one (NVLink, PXB, NODE, SYS) as ``link_classes.distance`` counts."""
+"""Names of levels, and the farthest class in one (NVLink, PXB, NODE, SYS) as ``distance`` counts."""
 
 NVLINK_HOP, PCIE_HOP = (3.4e-6, 0.6e-6), (5.7e-6, 1e-6)
 """Of a hop of large messages (Simple) and small ones (LL) [s]. Source: NVIDIA/nccl src/graph/tuning.cc."""
@@ -169,7 +169,7 @@ def levels_of(topology: Topology, kind: Device) -> tuple[tuple[Level, ...], list
         if link is None:
             return (), [f"{kind.name} has no NVLinks, the topology has: its own links are taken, give --kind"]
         inner = levels[-1].name if levels else ""
-        shared = inner in ("pcie", "numa") or (name == "node" and bool(inner))
+        shared = inner in ("pcie", "numa")  # all of a switch, or of a socket, share its way out
         levels.append(Level(name="node" if size == n else name, ranks=size, link=link, shared=shared))
     said = ", ".join(
         f"{level.name} of {level.ranks} at {format_bandwidth(level.link.bandwidth)}" for level in levels
@@ -202,17 +202,12 @@ def _left_out(topology: Topology, name: str, size: int, most: int) -> Iterator[s
 
 def _link(classes: Classes, size: int, most: int, kind: Device, pcie: float) -> Link | None:
     """The link of a level: all NVLinks that a device has inside its block, or else the farthest class."""
-    family = family_of(kind)
     start = kind.intra_link.start
     if most == 0:
-        if family is None or not family.nvlinks:
-            return None
         blocks = [range(at, at + size) for at in range(0, len(classes), size)]
-        count = min(least for block in blocks for least in _links_inside(classes, block, family.nvlinks))
+        rate = level_bandwidth(classes, blocks, kind)
         latency, small = NVLINK_HOP
-        return Link(
-            bandwidth=count * family.nvlink.effective, latency=latency, small_latency=small, start=start
-        )
+        return Link(bandwidth=rate, latency=latency, small_latency=small, start=start) if rate else None
     seen = [
         classes[a][b]
         for a in range(len(classes))
@@ -224,6 +219,15 @@ def _link(classes: Classes, size: int, most: int, kind: Device, pcie: float) -> 
         return None
     latency, small = PCIE_HOP
     return Link(bandwidth=found.effective, latency=latency, small_latency=small, start=start)
+
+
+def level_bandwidth(classes: Classes, groups: Sequence[Sequence[int]], kind: Device) -> float:
+    """What each device of groups joined by NVLink has for a ring, the least of all [B/s]; 0: no NVLinks."""
+    family = family_of(kind)
+    if family is None or not groups:
+        return 0.0
+    least = min(count for group in groups for count in _links_inside(classes, group, family.nvlinks))
+    return least * family.nvlink.effective
 
 
 def _links_inside(classes: Classes, block: Sequence[int], most: int) -> list[int]:

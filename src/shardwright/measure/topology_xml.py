@@ -126,7 +126,8 @@ def _topology(host: str, cpus: Sequence[Element], file: str, text: str) -> Topol
     bare = not any(_gpu(place.element) for place in gpus)
     if bare:
         missing.append(
-            "the file has no <gpu> and hence no NVLinks: links between GPUs are not known, NCCL asks the driver"
+            "the file has no <gpu>, hence no NVLinks: links between GPUs are not known (NCCL asks the "
+            "driver for them)"
         )
     places = [*gpus, *nics]
 

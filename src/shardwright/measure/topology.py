@@ -183,6 +183,13 @@ def _rows_at(lines: Sequence[Text], at: int, header: Header) -> tuple[list[Row],
                 break
             at += 1
             continue
+        if not text.strip():
+            # rows may be a blank line apart, or have a broken one of nothing but spaces behind them
+            next_row = next((n for n in range(at, len(lines)) if lines[n].text.strip()), len(lines))
+            if next_row == len(lines) or not is_row(lines[next_row].text, header):
+                break
+            at = next_row
+            continue
         if not is_row(text, header):
             break
         row, used = _row_at(lines, at, header)

@@ -14,7 +14,7 @@ STATUS = frozenset(("X", "OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
 TAIL = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\[\d{1,2}(?:;\d+)*m")
-_LABEL = re.compile(r"(?: {0,4}(\d{1,5}|[A-Za-z][\w.-]*): |\[([^\]\s]+)\](?:<\w+>:?)? ?)(?=.)")
+_LABEL = re.compile(r"(?: {0,4}(\d{1,5}): |([A-Za-z][\w.-]*): |\[([^\]\s]+)\](?:<\w+>:?)? ?)(?=.)")
 _WORD = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID|\S+")
 _NAME = re.compile(r"GPU\d+|[A-Za-z][\w.:-]*\d[\w.:-]*")
 _SET = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*|N/A")

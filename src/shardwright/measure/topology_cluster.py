@@ -160,7 +160,7 @@ def levels_of(topology: Topology, kind: Device) -> tuple[tuple[Level, ...], list
         if full:
             return (), []
     blocks = [(name, _block(classes, most), most) for name, most in STEPS]
-    notes = [note for name, size, most in blocks for note in _left_out(topology, name, size, most)]
+    notes = _left_out(topology, blocks)
     levels: list[Level] = []
     for name, size, most in blocks:
         if size <= (levels[-1].ranks if levels else 1):
@@ -191,13 +191,20 @@ def _block(classes: Classes, most: int) -> int:
     return 1
 
 
-def _left_out(topology: Topology, name: str, size: int, most: int) -> Iterator[str]:
-    """Groups larger than the level's blocks: of unequal size, or of devices that do not follow each other."""
-    groups = [group for group in within(topology.device_classes, most) if len(group) > size]
-    nearer = within(topology.device_classes, most - 1) if most else ()
-    if groups and not set(groups) <= set(nearer) and len(topology.devices) <= LARGEST_SEARCH:
-        words = " ".join(f"({','.join(map(str, group))})" for group in groups)
-        yield f"{name} joins {words}: these are not equal blocks of neighbours, so they are no level of links"
+def _left_out(topology: Topology, blocks: Sequence[tuple[str, int, int]]) -> list[str]:
+    """Groups larger than a level's blocks: of unequal size, or of devices that are no neighbours."""
+    if len(topology.devices) > LARGEST_SEARCH:
+        return []
+    notes, said = [], set[tuple[int, ...]]()
+    for name, size, most in blocks:
+        groups = [group for group in within(topology.device_classes, most) if len(group) > size]
+        if not said.issuperset(groups):
+            words = " ".join(f"({','.join(map(str, group))})" for group in groups)
+            notes.append(
+                f"{name} joins {words}: these are not equal blocks of neighbours, so they are no level of links"
+            )
+        said.update(groups)
+    return notes
 
 
 def _link(classes: Classes, size: int, most: int, kind: Device, pcie: float) -> Link | None:

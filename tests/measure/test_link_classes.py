@@ -4,7 +4,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cluster import device
@@ -107,6 +107,7 @@ def test_groups_of_devices_that_do_not_follow_each_other_are_found():
     assert nvlink_groups(classes) == ((0, 2), (1, 3))
 
 
+@settings(deadline=None)
 @given(
     st.integers(2, 8).flatmap(
         lambda n: st.tuples(st.just(n), st.sets(st.sampled_from(list(combinations(range(n), 2)))))

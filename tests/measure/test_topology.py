@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import EvidenceError
@@ -198,7 +198,7 @@ def test_rows_that_were_cut_off_are_said_and_filled_by_symmetry_alone():
 def test_peer_to_peer_status_is_put_to_its_matrix():
     found = one(FOLDER / "t12_2x5090_phb_with_p2p_gns.txt")
     (peers,) = found.peers
-    assert (peers.line, peers.what) == (7, "rw")
+    assert (peers.line, peers.text.split(), peers.what) == (8, ["GPU0", "X", "GNS"], "rw")
     assert peers.status == (("X", "GNS"), ("GNS", "X"))
 
 
@@ -219,6 +219,8 @@ FORMS = {
     "in a log": lambda text: f"$ nvidia-smi topo -m\n{text}\nINFO: starting\nstep: 1 loss: 2.0\n",
     "prompt behind": lambda text: text.rstrip("\n") + "\nuser@host:~$ exit\n",
     "trailing spaces": lambda text: re.sub(r"(?m)$", "   ", text),
+    "quoted": lambda text: re.sub("(?m)^", "> ", text),
+    "with the time": lambda text: re.sub("(?m)^", "2024-05-01T12:00:00.123456Z ", text),
     "pdsh": lambda text: "".join(f"node7: {line}" for line in text.splitlines(keepends=True)),
     "mpirun": lambda text: "".join(f"[1,0]<stdout>:{line}" for line in text.splitlines(keepends=True)),
 }
@@ -277,6 +279,7 @@ def rows_of(text):
 SOME = st.sampled_from(GOOD)
 
 
+@settings(deadline=None)
 @given(SOME, st.data())
 def test_a_cell_too_few_is_refused(path, data):
     lines, rows = rows_of(path.read_text())
@@ -288,6 +291,7 @@ def test_a_cell_too_few_is_refused(path, data):
         read("\n".join(lines))
 
 
+@settings(deadline=None)
 @given(SOME, st.data())
 def test_a_cell_too_many_is_refused(path, data):
     lines, rows = rows_of(path.read_text())
@@ -300,6 +304,7 @@ def test_a_cell_too_many_is_refused(path, data):
         read("\n".join(lines))
 
 
+@settings(deadline=None)
 @given(SOME, st.data())
 def test_two_cells_of_a_row_exchanged_are_refused_unless_they_are_alike(path, data):
     text = path.read_text()
@@ -316,6 +321,7 @@ def test_two_cells_of_a_row_exchanged_are_refused_unless_they_are_alike(path, da
             read("\n".join(lines))
 
 
+@settings(deadline=None)
 @given(SOME, st.data())
 def test_two_columns_exchanged_with_their_names_change_nothing(path, data):
     lines, rows = rows_of(path.read_text())
@@ -336,6 +342,7 @@ def test_two_columns_exchanged_with_their_names_change_nothing(path, data):
     assert (found.affinity, found.numa) == (known.affinity, known.numa)
 
 
+@settings(deadline=None)
 @given(SOME, st.data())
 def test_a_row_that_is_cut_off_changes_no_link_that_is_still_known(path, data):
     lines, rows = rows_of(path.read_text())
@@ -351,6 +358,7 @@ def test_a_row_that_is_cut_off_changes_no_link_that_is_still_known(path, data):
         assert any(f"row {name} is missing" in words for words in found.missing)
 
 
+@settings(deadline=None)
 @given(SOME)
 def test_a_column_name_too_few_is_refused(path):
     text = path.read_text()

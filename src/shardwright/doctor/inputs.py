@@ -41,6 +41,7 @@ from shardwright.doctor.trace import is_trace_head, read_trace
 from shardwright.doctor.trainer import is_trainer, setting_of_trainer
 from shardwright.errors import EvidenceError, ShardwrightError
 from shardwright.hf_config import model_from_config
+from shardwright.measure.files import decoded
 from shardwright.measure.topology import has_matrix, read_topologies
 from shardwright.measure.topology_xml import is_topology_xml, read_topology_xml
 from shardwright.model import ModelSpec
@@ -227,13 +228,13 @@ def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
 def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
     """A log, a table, a script or YAML: what its beginning says it is, and a log in any case."""
     reader = buffered(stream)
-    head = reader.peek(TEXT_HEAD)[:TEXT_HEAD].decode("utf-8", errors="replace")
+    head = decoded(reader.peek(TEXT_HEAD)[:TEXT_HEAD])
     if is_table(head):
         text = reader.read(LARGEST_DOCUMENT).decode("utf-8", errors="replace")
         evidence.records += read_table(name, text)
         return
     if is_topology_xml(head):
-        text = reader.read(LARGEST_DOCUMENT).decode("utf-8", errors="replace")
+        text = decoded(reader.read(LARGEST_DOCUMENT))
         evidence.topologies += read_topology_xml(text, name)
         return
     _read_setting(evidence, name, head)

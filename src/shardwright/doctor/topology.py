@@ -20,12 +20,9 @@ from shardwright.measure.link_classes import (
     nvlink_groups,
     nvlinks,
 )
-from shardwright.measure.topology import AMONG_NICS, Topology
+from shardwright.measure.topology import AMONG_NICS, Topology, refused_peers
 from shardwright.measure.topology_cluster import guessed_device, level_bandwidth
 from shardwright.units import format_bandwidth
-
-REFUSED = ("NS", "CNS", "GNS", "TNS", "DR")
-"""Of `topo -p2p`: no peer-to-peer access."""
 
 
 def topology_findings(evidence: Evidence) -> list[Finding]:
@@ -220,20 +217,17 @@ def _hidden(topology: Topology) -> Iterator[Finding]:
 
 
 def _peers(topology: Topology) -> Iterator[Finding]:
-    for peers in topology.peers:
-        n = len(topology.devices)
-        pairs = [(a, b) for a in range(n) for b in range(a) if peers.status[a][b] in REFUSED]
-        if pairs:
-            said = sorted({peers.status[a][b] for a, b in pairs})
-            yield Finding(
-                "p2p_not_supported",
-                "certain",
-                f"{len(pairs)} of {n * (n - 1) // 2} pairs of devices have no peer-to-peer access "
-                f"({', '.join(said)})",
-                evidence=(Source(topology.file, peers.line, f"topo -p2p {peers.what}: {', '.join(said)}"),),
-                numbers={"pairs": [list(pair) for pair in pairs], "status": said},
-            )
-            return
+    refused, n = refused_peers(topology), len(topology.devices)
+    if refused:
+        said = sorted(set(refused.values()))
+        yield Finding(
+            "p2p_not_supported",
+            "certain",
+            f"{len(refused)} of {n * (n - 1) // 2} pairs of devices have no peer-to-peer access "
+            f"({', '.join(said)})",
+            evidence=tuple(Source(topology.file, peers.line, peers.text) for peers in topology.peers),
+            numbers={"pairs": [list(pair) for pair in refused], "status": said},
+        )
 
 
 def _numa(topology: Topology) -> Iterator[Finding]:

@@ -104,5 +104,10 @@ def text_of(path: str) -> str:
         raise EvidenceError(f"cannot read {path}: {fault.strerror}") from None
     if len(data) > LARGEST:
         raise EvidenceError(f"{path} has more than {LARGEST >> 20} MiB: cut out the printout")
+    return decoded(data)
+
+
+def decoded(data: bytes) -> str:
+    """Bytes as text, by the mark of their Unicode if they have one."""
     coding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8-sig")
     return data.decode(coding, errors="replace")

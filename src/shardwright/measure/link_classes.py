@@ -114,8 +114,7 @@ def carried(link: str, device: Device, pcie: float = 0.0) -> Carried | None:
 
 
 def islands(classes: Classes) -> tuple[tuple[int, ...], ...]:
-    """Devices shared out into groups in which NVLink joins every pair; the largest group first found, lowest
-    numbers first, singles last to be joined."""
+    """Devices shared out into groups in which NVLink joins every pair, large groups before small ones."""
     return _cliques(classes, 0)
 
 
@@ -170,6 +169,7 @@ def _shared_out(classes: Classes, size: int) -> tuple[tuple[int, ...], ...]:
     if len(classes) > LARGEST_SEARCH:
         return ()
 
+    @cache
     def rest(left: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
         if not left:
             return ()

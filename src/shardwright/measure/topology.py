@@ -39,9 +39,11 @@ _P2P = re.compile(r"topo\s+(?:-p2p|--p2pstatus)\s+(\S+)")
 
 class Peers(NamedTuple):
     """A table of `nvidia-smi topo -p2p`: ``what`` was asked (r, w, n, ...) and the status of every pair of
-    devices, a row each: OK, NS (not supported), CNS, GNS, TNS (by chipset, GPU, topology), DR, U."""
+    devices, a row each: OK, NS (not supported), CNS, GNS, TNS (by chipset, GPU, topology), DR, U. ``text``:
+    of its first row, at ``line``."""
 
     line: int
+    text: str
     what: str
     status: tuple[tuple[str, ...], ...]
 
@@ -103,6 +105,20 @@ class Topology:
             numa=self.numa,
             nics=nics,
         )
+
+
+REFUSED = frozenset(("NS", "CNS", "GNS", "TNS", "DR"))
+"""Of `topo -p2p`: no peer-to-peer access."""
+
+
+def refused_peers(topology: Topology) -> dict[tuple[int, int], str]:
+    """Pairs of devices, the larger number first, that have no peer-to-peer access, and why."""
+    pairs = [(a, b) for a in range(len(topology.devices)) for b in range(a)]
+    found: dict[tuple[int, int], str] = {}
+    for peers in topology.peers:
+        status = {(a, b): peers.status[a][b] for a, b in pairs}
+        found = {pair: text for pair, text in status.items() if text in REFUSED} | found
+    return found
 
 
 def has_matrix(text: str) -> bool:
@@ -214,7 +230,7 @@ def _peers(header: Header, rows: Sequence[Row], before: Sequence[Text]) -> Peers
     names = sorted(header.names, key=_number)
     asked = [match[1] for line in before if (match := _P2P.search(line.text))]
     status = tuple(tuple(cells.get((a, b), UNREACHED) for b in names) for a in names)
-    return Peers(header.line, asked[-1] if asked else "", status)
+    return Peers(rows[0].line, rows[0].text, asked[-1] if asked else "", status)
 
 
 def _with_peers(topology: Topology, peers: Peers) -> Topology:

@@ -14,10 +14,13 @@ STATUS = frozenset(("X", "OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
 TAIL = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\[\d{1,2}(?:;\d+)*m")
-_LABEL = re.compile(r"(?: {0,4}(\d{1,5}): |([A-Za-z][\w.-]*): |\[([^\]\s]+)\](?:<\w+>:?)? ?)(?=.)")
+_LABEL = re.compile(
+    r"(?: {0,4}(\d{1,5}): |([A-Za-z][\w.-]*): |\[([^\]\s]+)\](?:<\w+>:?)? ?"
+    r"|(?:> ?)+|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S* )(?=.)"
+)
 _WORD = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID|\S+")
 _NAME = re.compile(r"GPU\d+|[A-Za-z][\w.:-]*\d[\w.:-]*")
-_SET = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*|N/A")
+_SET = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*,?(\.\.\.)?|N/A")
 _LEGEND_LINE = re.compile(r"NIC\d+: \S+\s*$")
 
 
@@ -72,7 +75,8 @@ class CellFault(Exception):  # noqa: N818  (becomes an EvidenceError, with the f
 
 
 def lines_of(text: str) -> list[Text]:
-    """Lines of a file without colours and without the label of a launcher (`srun --label`, pdsh, mpirun)."""
+    """Lines of a file without colours, and without what stands before each: the label of a launcher (`srun
+    --label`, pdsh, mpirun), the time, the mark of a quotation."""
     found = []
     for number, raw in enumerate(text.lstrip("\ufeff").split("\n"), start=1):
         plain = _COLOUR.sub("", raw.rstrip("\r"))

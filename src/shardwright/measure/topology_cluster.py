@@ -17,7 +17,7 @@ from shardwright.measure.link_classes import (
     nvlinks,
     within,
 )
-from shardwright.measure.topology import Topology
+from shardwright.measure.topology import Topology, refused_peers
 from shardwright.units import format_bandwidth
 
 STEPS = (("nvlink", 0), ("pcie", 2), ("numa", 4), ("node", 5))
@@ -155,6 +155,8 @@ def levels_of(topology: Topology, kind: Device) -> tuple[tuple[Level, ...], list
         return (), [f"what a class of links carries is not known of {kind.name}: its own links are taken"]
     if n == 1:
         return (), []
+    if refused_peers(topology):
+        return (), ["devices have no peer-to-peer access, and pass by the host: the usual links are taken"]
     if has_nvlink_ring(classes):
         full = min(_links_inside(classes, range(n), family.nvlinks)) >= family.nvlinks > 0
         if full:
@@ -201,7 +203,7 @@ def _left_out(topology: Topology, blocks: Sequence[tuple[str, int, int]]) -> lis
         if not said.issuperset(groups):
             words = " ".join(f"({','.join(map(str, group))})" for group in groups)
             notes.append(
-                f"{name} joins {words}: these are not equal blocks of neighbours, so they are no level of links"
+                f"{name} joins {words}: these are no equal blocks of neighbours, hence no level of links"
             )
         said.update(groups)
     return notes

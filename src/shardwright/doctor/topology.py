@@ -262,10 +262,11 @@ def _numa(topology: Topology) -> Iterator[Finding]:
 
 def _incomplete(topology: Topology) -> Iterator[Finding]:
     missing = [words for words in topology.missing if not words.endswith(AMONG_NICS)]
+    open_rows = [at for at in range(len(topology.devices)) if "-" in topology.classes[at]]
     if missing:
         yield Finding(
             "topology_incomplete",
             "cannot_tell",
             "; ".join(missing),
-            evidence=(Source(topology.file, topology.line, missing[0]),),
+            evidence=_quoted(topology, open_rows or [0]),
         )

@@ -152,7 +152,7 @@ def run_ranks(
         and "fork" in multiprocessing.get_all_start_methods()
     )
     context = multiprocessing.get_context("fork" if fork else "spawn")
-    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, _termination_as_interrupt():
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder, termination_as_interrupt():
         processes, connections, controls = [], [], []
         try:
             for rank in range(nproc):
@@ -227,7 +227,7 @@ def _interrupt_once(number: int, frame: object) -> None:
 
 
 @contextlib.contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
+def termination_as_interrupt() -> Iterator[None]:
     """SIGTERM interrupts this process as Ctrl-C does; only a main thread may say so."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,0 +1,185 @@
+"""Body of a rank that measures: it does what the conductor asks, cell by cell, and says what it is doing."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.cluster import host_memory
+from shardwright.measure import exchange
+from shardwright.measure.link_calls import call_of, pattern, send_or_receive
+from shardwright.measure.link_group import LinkGroup
+from shardwright.measure.timing import Blocks, block_times
+
+FIRST_BYTES = 256 * 2**10
+"""Message by which a pair finds out how large a message its time allows."""
+
+
+MEETING = 0.5
+"""Share of a measurement's limit within which its ranks must have connected."""
+
+
+class RankAtWork:
+    """This rank's groups, and what it is doing at the moment."""
+
+    def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
+        self.store, self.rank, self.device = store, rank, device
+        self.groups: dict[str, LinkGroup] = {}
+        self.broken: list[LinkGroup] = []  # kept: to take one apart waits for what hangs in it
+        self.doing = "starting"
+
+    def answer(self, asked: dict[str, Any], number: int) -> dict[str, Any]:
+        """What this rank measured of cell ``number``, or the error it met."""
+        start = monotonic()
+        connected, end = start + MEETING * asked["limit"], start + asked["limit"]
+        mine = next(each for each in asked["groups"] if self.rank in each["ranks"])
+        name, ranks = mine["name"], tuple(mine["ranks"])
+        try:
+            self.doing = f"connecting ranks {list(ranks)}"
+            group = self.groups.get(name)
+            if group is None:
+                group = LinkGroup(self.store, name, ranks, self.rank, self.device, connected)
+                self.groups[name] = group
+            group.end = connected
+            group.agree(0.0)
+            self.doing = asked["what"]
+            exchange.meet(self.store, number, len(asked["ranks"]), group.left)
+            group.end = end
+            found = _pair(group, asked) if asked["call"] == "pair" else _collective(group, asked)
+        except (RuntimeError, TimeoutError) as error:
+            said = str(error).partition("\n")[0][:300]
+            if name in self.groups:
+                group = self.groups.pop(name)
+                self.broken.append(group)
+                group.abandon()
+            return {"error": said, "doing": self.doing}
+        if not asked["keep"]:
+            del self.groups[name]
+        self.doing = "waiting for the next measurement"
+        return found
+
+
+def serve(host: str, port: int, rank: int, device: torch.device, beat_s: float) -> None:
+    """Answer the conductor until it says stop, or is gone."""
+    store = exchange.connect(host, port)
+    work = RankAtWork(store, rank, device)
+    exchange.greet(store, rank, _about(device))
+    with _heart(exchange.connect(host, port), work, beat_s):
+        number = 0
+        while (asked := exchange.next_cell(store, number)) is not None:
+            if rank in asked["ranks"]:
+                exchange.give_answer(store, number, rank, work.answer(asked, number))
+            number += 1
+
+
+def _about(device: torch.device) -> dict[str, Any]:
+    """What the conductor must know of a rank; ``free``: memory [B]."""
+    known = {"host": socket.gethostname(), "local_world": int(os.environ.get("LOCAL_WORLD_SIZE", "0"))}
+    if device.type != "cuda":
+        return known | {"device": "cpu", "free": host_memory(), "backend": "gloo"}
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return known | {
+        "device": torch.cuda.get_device_name(device),
+        "free": torch.cuda.mem_get_info(device)[0],
+        "backend": f"nccl {version}",
+    }
+
+
+@contextmanager
+def _heart(store: dist.Store, work: RankAtWork, beat_s: float) -> Iterator[None]:
+    """A thread that says again and again that this process runs, and what it does."""
+    stopped = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not stopped.wait(beat_s):
+            count += 1
+            try:
+                exchange.give_sign(store, work.rank, count, work.doing)
+            except RuntimeError:  # the conductor is gone, and the main thread will see it too
+                return
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(1.0)
+
+
+def _collective(group: LinkGroup, asked: dict[str, Any]) -> dict[str, Any]:
+    """One collective at one size: payload checked once, then timed."""
+    call = call_of(asked["call"], group, asked["size"])
+    call.filled()
+    call.once()
+    group.finish()
+    wrong = call.wrong()
+    finish = group.finish if asked["call"] != "send" else _acknowledged(group)
+    blocks = block_times(call.once, finish, group.agree, asked["seconds"])
+    return {"means": blocks.means, "wrong": wrong}
+
+
+def _acknowledged(group: LinkGroup) -> Any:
+    """Wait until the receiver says that all has come: a sender is done when its message has left."""
+    word = torch.zeros(1, device=group.device)
+
+    def finish() -> None:
+        send_or_receive(group, word, sends=group.me == 1)
+        group.finish()
+
+    return finish
+
+
+def _pair(group: LinkGroup, asked: dict[str, Any]) -> dict[str, Any]:
+    """Latency of a small message, and bandwidth of large ones, one direction at a time."""
+    seconds = asked["seconds"]
+    small = torch.zeros(2, device=group.device)
+
+    def there_and_back() -> None:
+        send_or_receive(group, small, sends=group.me == 0)
+        send_or_receive(group, small, sends=group.me == 1)
+
+    round_trips = block_times(there_and_back, group.finish, group.agree, seconds / 4)
+    latencies = [time / 2 for time in round_trips.means]
+    latency = group.agree(sorted(latencies)[len(latencies) // 2])
+    found: dict[str, Any] = {"latencies": latencies, "wrong": []}
+    for sender, direction in ((0, "there"), (1, "back")):
+        size = min(FIRST_BYTES, asked["size"])
+        blocks, wrong = _stream(group, size, sender, seconds / 12)
+        rate = size / group.agree(min(blocks.means))
+        larger = min(int(rate * seconds * (3 / 8 - 1 / 12) / 8), asked["size"])
+        if larger > size and not wrong:
+            size = larger
+            blocks, wrong = _stream(group, size, sender, seconds * (3 / 8 - 1 / 12))
+        times = [max(mean - latency / blocks.repeats, mean / 2) for mean in blocks.means]
+        found[direction] = [size / time for time in times]
+        found["wrong"] += [wrong] if wrong else []
+    return found
+
+
+def _stream(group: LinkGroup, size: int, sender: int, seconds: float) -> tuple[Blocks, str]:
+    """Messages of ``size`` [B] one way, the receiver's word at the end of each block, and what came wrong."""
+    count = max(size // 4, 1)
+    sends = group.me == sender
+    sent = pattern(count, sender).to(group.device)
+    tensor = sent.clone() if sends else torch.zeros(count, device=group.device)
+    word = torch.zeros(1, device=group.device)
+
+    def once() -> None:
+        send_or_receive(group, tensor, sends)
+
+    def finish() -> None:
+        send_or_receive(group, word, sends=not sends)
+        group.finish()
+
+    once()
+    finish()
+    wrong = "" if torch.equal(tensor, sent) else f"what rank {group.ranks[sender]} sent arrived wrong"
+    return block_times(once, finish, group.agree, seconds), wrong

@@ -1,0 +1,177 @@
+"""The stages of a measurement of links: pairs, domains from them, collectives; each within its time."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from time import monotonic
+
+from shardwright.bandwidth_map import Unmeasured
+from shardwright.measure.cells import Cell, collective_cells, pairs_in_order
+from shardwright.measure.conductor import Conductor
+from shardwright.measure.link_calls import payload_bytes
+from shardwright.measure.link_record import LinkRecord
+from shardwright.measure.nodes import find_domains
+from shardwright.measure.progress import TimeBar
+from shardwright.units import format_bytes
+
+PAIR_SHARE, PAIRS_END = 0.3, 0.5
+"""Of the time: what pairs should take together, and what they may at most before collectives begin."""
+
+SHORTEST_S, LONGEST_S = 0.04, 0.6
+"""Time of one measurement: below, a median is of too few calls; above, it gains nothing."""
+
+PATIENCE_S = 2.0
+"""What a measurement may take beyond all estimates, on a busy machine, before it counts as hanging."""
+
+CALLS = 6
+"""Calls of a measurement at least: the checked one, the warm-up, three blocks, and one for what is around."""
+
+LARGEST_PART = 0.15
+"""Of the time left, what one large payload may take."""
+
+KEEP_EVERY_S = 2.0
+
+FAILURES = 2
+"""Pairs of a rank that fail, none being measured, after which the rank is at fault and not its links."""
+
+
+@dataclass
+class Stages:
+    """Measurements of ``conductor`` into ``record``; ``write`` is called from time to time."""
+
+    conductor: Conductor
+    record: LinkRecord
+    bar: TimeBar
+    write: Callable[[], None]
+    written: float = 0.0
+    late: list[tuple[int, int]] = field(default_factory=list)  # pairs for which there was no time
+
+    def keep(self, *, now: bool = False) -> None:
+        """Write what is known, not too often."""
+        if now or monotonic() - self.written > KEEP_EVERY_S:
+            self.write()
+            self.written = monotonic()
+
+    def measure_pairs(self, hint: int, largest: int) -> None:
+        """Pairs both ways, until all are measured or half of the time is gone; then domains from them."""
+        order = pairs_in_order(self.record.world, hint)
+        time = self.conductor.left
+        seconds = min(max(PAIR_SHARE * time / len(order), SHORTEST_S), LONGEST_S)
+        stop = self.conductor.end - (1 - PAIRS_END) * time
+        self.bar.stage(f"{len(order)} pairs of ranks, {seconds:.2g} s each")
+        for place, pair in enumerate(order):
+            if monotonic() + seconds > stop:
+                self.late = order[place:]
+                break
+            self._pair(pair, seconds, largest)
+        self.record.domains = find_domains(self.record.world, self.record.bandwidths(), hint)
+        self.keep(now=True)
+
+    def measure_late_pairs(self, largest: int) -> None:
+        """Those pairs for which there was no time, if there is now."""
+        while self.late and self.conductor.left > 2 * SHORTEST_S:
+            self._pair(self.late.pop(0), SHORTEST_S, largest)
+        if self.late:
+            count = self.record.world * (self.record.world - 1) // 2
+            self.record.skipped.append(
+                Unmeasured(
+                    what=f"{len(self.late)} of {count} pairs",
+                    ranks=tuple(sorted({rank for pair in self.late for rank in pair})),
+                    reason="the time was up: every rank and every two nodes have others; give more --minutes",
+                )
+            )
+
+    def _pair(self, pair: tuple[int, int], seconds: float, largest: int) -> None:
+        conductor = self.conductor
+        if not conductor.whole(pair):
+            return
+        cell = Cell("pair", (), (pair,), largest)
+        self.bar.now(cell.what)
+        usual = PATIENCE_S + 4 * seconds
+        limit = min(usual, conductor.left)
+        answers = conductor.measure(cell, seconds, limit, keep=False, blame=limit >= usual / 2)
+        if said := answers.measured.get(pair):
+            self.record.add_pair(*pair, said[0])
+        elif pair in conductor.broken:
+            self._doubt(pair)
+        self.keep()
+
+    def _doubt(self, pair: tuple[int, int]) -> None:
+        """Give up a rank none of whose pairs answers."""
+        for rank in pair:
+            failed = [each for each in self.conductor.broken if rank in each]
+            if len(failed) >= FAILURES and not any(rank in each for each in self.record.pairs):
+                others = sorted({other for each in failed for other in each} - {rank})
+                self.conductor.give_up(rank, f"none of its links answers: tried with ranks {others}")
+
+    def measure_collectives(self, largest: int) -> None:
+        """Collectives over the groups of the domains found, until all are measured or the time is up."""
+        if self.record.domains is None:
+            return
+        cells = collective_cells(self.record.domains.sizes, largest)
+        missing: dict[Cell, str] = {}
+        for place, cell in enumerate(cells):
+            left = self.conductor.left
+            if left < 2 * SHORTEST_S:
+                missing |= dict.fromkeys(cells[place:], "the time was up")
+                break
+            budget = min(max(left / (len(cells) - place), SHORTEST_S), LONGEST_S)
+            smaller = self._affordable(cell, max(2 * budget, LARGEST_PART * left))
+            if smaller != cell:
+                missing[cell] = "it would take too long for the time given"
+            if smaller is not None and not self._known(smaller):
+                self._collective(smaller, budget)
+                self.keep()
+        self._note_missing(missing)
+
+    def _collective(self, cell: Cell, seconds: float) -> None:
+        self.bar.now(cell.what)
+        usual = PATIENCE_S + 3 * seconds + 2 * CALLS * self._estimate(cell)
+        limit = min(usual, self.conductor.left)
+        answers = self.conductor.measure(cell, seconds, limit, blame=limit >= usual / 2)
+        if answers.measured:
+            ranks = len(cell.groups[0])
+            size = cell.size if cell.call == "send" else payload_bytes(cell.size, ranks)
+            means = [[each["means"] for each in said] for said in answers.measured.values()]
+            self.record.add_point(cell, size, means)
+
+    def _known(self, cell: Cell) -> bool:
+        size = cell.size if cell.call == "send" else payload_bytes(cell.size, len(cell.groups[0]))
+        return size in self.record.points.get((cell.call, cell.members), {})
+
+    def _affordable(self, cell: Cell, seconds: float) -> Cell | None:
+        """The cell, or the same with a smaller payload that takes no more than ``seconds``; None: there is
+        none above what was measured already."""
+        while CALLS * self._estimate(cell) > seconds:
+            cell = cell._replace(size=cell.size // 4)
+            if cell.size < 1 or self._known(cell):
+                return None
+        return cell
+
+    def _estimate(self, cell: Cell) -> float:
+        """Time of a call at most [s]: from smaller payloads, or from the slowest pair if all share it."""
+        points = self.record.points.get((cell.call, cell.members), {})
+        pairs = self.record.pairs.values()
+        if not pairs:
+            return 0.0
+        users = ceil(self.record.world / 2)
+        moved = 2 * cell.size * users / min(pair.bandwidth for pair in pairs)
+        if not points:
+            return moved
+        size, (time, _) = min(points.items(), key=lambda point: abs(point[0] - cell.size))
+        return min(time * max(cell.size / size, 1.0), time + moved)
+
+    def _note_missing(self, missing: dict[Cell, str]) -> None:
+        """One entry for each collective and kind of group."""
+        sizes: dict[tuple[str, tuple[int, ...], str], list[int]] = defaultdict(list)
+        for cell, why in missing.items():
+            if not self._known(cell):
+                sizes[cell.call, cell.members, why].append(cell.size)
+        for (call, members, why), which in sizes.items():
+            what = f"{call} over groups of {members[-1]} {list(members)} of {_sizes(which)}"
+            self.record.skipped.append(Unmeasured(what=what, reason=why))
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return ", ".join(format_bytes(size) for size in sorted(sizes))

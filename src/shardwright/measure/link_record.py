@@ -50,11 +50,11 @@ class LinkRecord:
         return time
 
     def bandwidths(self) -> dict[tuple[int, int], float]:
-        """Of pairs, smaller rank first, the slower direction [B/s]."""
+        """Of pairs, smaller rank first, the faster direction [B/s]: noise and faults make slower."""
         found: dict[tuple[int, int], float] = {}
         for (a, b), pair in self.pairs.items():
             key = min(a, b), max(a, b)
-            found[key] = min(pair.bandwidth, found.get(key, pair.bandwidth))
+            found[key] = max(pair.bandwidth, found.get(key, pair.bandwidth))
         return found
 
     def cluster(self) -> Cluster:

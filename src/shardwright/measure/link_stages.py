@@ -1,10 +1,10 @@
 """The stages of a measurement of links: pairs, domains from them, collectives; each within its time."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from itertools import combinations
 from time import monotonic
+from typing import Any
 
 from shardwright.bandwidth_map import Unmeasured
 from shardwright.measure.cells import Cell, collective_cells, pairs_in_order
@@ -21,14 +21,18 @@ PAIR_SHARE, PAIRS_END = 0.3, 0.5
 SHORTEST_S, LONGEST_S = 0.04, 0.6
 """Time of one measurement: below, a median is of too few calls; above, it gains nothing."""
 
-PATIENCE_S = 2.0
-"""What a measurement may take beyond all estimates, on a busy machine, before it counts as hanging."""
+PATIENCE_S = 1.0
+"""What a measurement may take beyond all estimates, on a busy machine, before it is tried again, with twice
+the patience, and after that counts as hanging."""
 
 CALLS = 6
 """Calls of a measurement at least: the checked one, the warm-up, three blocks, and one for what is around."""
 
 LARGEST_PART = 0.15
 """Of the time left, what one large payload may take."""
+
+REDUCED = 2.0
+"""Another collective takes at most so many times an all-reduce of the same payload."""
 
 KEEP_EVERY_S = 2.0
 
@@ -88,10 +92,7 @@ class Stages:
             return
         cell = Cell("pair", (), (pair,), largest)
         self.bar.now(cell.what)
-        usual = PATIENCE_S + 4 * seconds
-        limit = min(usual, conductor.left)
-        answers = conductor.measure(cell, seconds, limit, keep=False, blame=limit >= usual / 2)
-        if said := answers.measured.get(pair):
+        if said := self._tried(cell, seconds, PATIENCE_S + 2 * seconds, keep=False).get(pair):
             self.record.add_pair(*pair, said[0])
         elif pair in conductor.broken:
             self._doubt(pair)
@@ -124,17 +125,37 @@ class Stages:
                 self._collective(smaller, budget)
                 self.keep()
         self._note_missing(missing)
+        self._note_incomplete(cells)
 
     def _collective(self, cell: Cell, seconds: float) -> None:
         self.bar.now(cell.what)
-        usual = PATIENCE_S + 3 * seconds + 2 * CALLS * self._estimate(cell)
-        limit = min(usual, self.conductor.left)
-        answers = self.conductor.measure(cell, seconds, limit, blame=limit >= usual / 2)
-        if answers.measured:
+        usual = PATIENCE_S + 2 * seconds + 2 * CALLS * self._estimate(cell)
+        if measured := self._tried(cell, seconds, usual, keep=True):
             ranks = len(cell.groups[0])
             size = cell.size if cell.call == "send" else payload_bytes(cell.size, ranks)
-            means = [[each["means"] for each in said] for said in answers.measured.values()]
+            means = [[each["means"] for each in said] for said in measured.values()]
             self.record.add_point(cell, size, means)
+
+    def _tried(
+        self, cell: Cell, seconds: float, limit: float, *, keep: bool
+    ) -> dict[tuple[int, ...], list[dict[str, Any]]]:
+        """Answers by group of ranks. Groups that fail without a rank being lost get a second chance: a busy
+        machine must accuse nobody."""
+        conductor = self.conductor
+        first = conductor.measure(cell, seconds, min(limit, conductor.left), keep=keep, blame=False)
+        again = tuple(group for group in first.failed if conductor.whole(group))
+        if not again:
+            return first.measured
+        if conductor.left < limit:
+            self.record.skipped += [
+                Unmeasured(what=cell.noun, ranks=group, reason=f"{first.failed[group]}; no time to try again")
+                for group in again
+            ]
+            return first.measured
+        second = conductor.measure(
+            cell._replace(groups=again), seconds, min(2 * limit, conductor.left), keep=keep, blame=True
+        )
+        return first.measured | second.measured
 
     def _known(self, cell: Cell) -> bool:
         size = cell.size if cell.call == "send" else payload_bytes(cell.size, len(cell.groups[0]))
@@ -150,26 +171,44 @@ class Stages:
         return cell
 
     def _estimate(self, cell: Cell) -> float:
-        """Time of a call at most [s]: from smaller payloads, or from the slowest pair if all share it."""
+        """Time of a call at most [s]: from smaller payloads, from an all-reduce of the same groups, or from
+        the slowest pair of a group if all ranks of a node share it."""
         points = self.record.points.get((cell.call, cell.members), {})
-        pairs = self.record.pairs.values()
-        if not pairs:
-            return 0.0
-        users = ceil(self.record.world / 2)
-        moved = 2 * cell.size * users / min(pair.bandwidth for pair in pairs)
-        if not points:
-            return moved
-        size, (time, _) = min(points.items(), key=lambda point: abs(point[0] - cell.size))
-        return min(time * max(cell.size / size, 1.0), time + moved)
+        sums = self.record.points.get(("all_reduce", cell.members), {})
+        moved = self._moved(cell)
+        found = [moved if not points else float("inf")]
+        found += [min(time * max(cell.size / size, 1.0), time + moved) for size, (time, _) in points.items()]
+        found += [REDUCED * time for size, (time, _) in sums.items() if size >= cell.size * 0.9]
+        return min(found)
+
+    def _moved(self, cell: Cell) -> float:
+        """Time of twice the payload over the slowest pair of a group, every rank of a node at once [s]."""
+        rates = self.record.bandwidths()
+        pairs = [pair for group in cell.groups for pair in combinations(sorted(group), 2) if pair in rates]
+        users = self.record.domains.node if self.record.domains else self.record.world
+        slowest = min((rates[pair] for pair in pairs), default=min(rates.values(), default=0.0))
+        return 2 * cell.size * users / slowest if slowest else 0.0
+
+    def _note_incomplete(self, cells: Sequence[Cell]) -> None:
+        """Groups that were left out because a rank or a pair of them does not answer."""
+        for members, groups in {cell.members: cell.groups for cell in cells}.items():
+            without = [group for group in groups if not self.conductor.whole(group)]
+            if without:
+                what = f"{len(without)} of {len(groups)} groups of {members[-1]}"
+                ranks = tuple(sorted({rank for group in without for rank in group}))
+                reason = "a rank or a pair of theirs does not answer"
+                self.record.skipped.append(Unmeasured(what=what, ranks=ranks, reason=reason))
 
     def _note_missing(self, missing: dict[Cell, str]) -> None:
-        """One entry for each collective and kind of group."""
-        sizes: dict[tuple[str, tuple[int, ...], str], list[int]] = defaultdict(list)
+        """One entry for each kind of group and reason."""
+        sizes: dict[tuple[tuple[int, ...], str], dict[str, list[int]]] = {}
         for cell, why in missing.items():
             if not self._known(cell):
-                sizes[cell.call, cell.members, why].append(cell.size)
-        for (call, members, why), which in sizes.items():
-            what = f"{call} over groups of {members[-1]} {list(members)} of {_sizes(which)}"
+                calls = sizes.setdefault((cell.members, why), {})
+                calls.setdefault(cell.call, []).append(cell.size)
+        for (members, why), calls in sizes.items():
+            which = "; ".join(f"{call} of {_sizes(each)}" for call, each in calls.items())
+            what = f"groups of {members[-1]} ({', '.join(map(str, members))} in a domain): {which}"
             self.record.skipped.append(Unmeasured(what=what, reason=why))
 
 

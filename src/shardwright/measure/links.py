@@ -42,7 +42,7 @@ RANKS_PER_BEAT = 200
 START_SHARE = 0.5
 """Of the time, what ranks may take to start."""
 
-CLOSING_S = 0.3
+CLOSING_S = 0.5
 """Kept of the time for putting everything together."""
 
 FAREWELL_S = 2.0

@@ -9,8 +9,8 @@ from itertools import pairwise
 from math import log
 from typing import NamedTuple
 
-CLEAR_GAP = 1.5
-"""Bandwidths nearer to each other than this factor are one class: pairs of one class differ by noise."""
+CLEAR_GAP = 2.0
+"""Bandwidths nearer to each other than this factor are one class: on a busy machine noise alone does that."""
 
 MOST_EXCEPTIONS = 0.25
 """Share of the pairs inside domains that may be slow, one broken link, without hiding that it is one."""
@@ -40,17 +40,16 @@ def find_domains(world: int, bandwidths: Mapping[tuple[int, int], float], hint: 
             found.setdefault(size, gap)
         elif size < world:
             refused.append(
-                f"ranks {blocks} are joined {gap:.1f} times as fast as others, but these are no equal "
-                "blocks of consecutive ranks: one level of links is assumed; start ranks node by node"
+                f"ranks {blocks} are joined {gap:.1f} times as fast as others, but are no equal blocks of "
+                "consecutive ranks, and no level of links for a plan: start ranks node by node"
             )
     if found:
         node = max(found, key=lambda size: found[size])
         notes = () if node == hint else (_other_than_named(node, hint),)
         return Domains((*sorted(found), world), node, notes)
-    if 1 <= hint < world and world % hint == 0 and not refused:
-        sizes = (hint, world) if hint > 1 else (1, world)
-        note = f"gpus_per_node={hint} as hosts are named: bandwidths of pairs show no difference"
-        return Domains(sizes, hint, (note,))
+    if 1 <= hint < world and world % hint == 0:
+        note = f"gpus_per_node={hint} as hosts are named: bandwidths of pairs show no blocks of ranks"
+        return Domains((hint, world), hint, (note, *refused[:1]))
     return Domains((world,), world, tuple(refused[:1]))
 
 

@@ -68,3 +68,46 @@ def test_a_rank_that_stops_while_pairs_are_measured():
     print([(p.source,p.target) for p in cluster.map.pairs], cluster.map.unmeasured)
     print([(c.collective, c.members, c.sizes) for c in cluster.curves])
     assert time.monotonic() - start < 9.5
+
+
+def wrong_on_rank_1(monkeypatch):
+    """Rank 1 sends other numbers than all think in pairs, and spoils one number that an all-gather brings it."""
+    serve, start, pattern = link_rank.serve, link_calls._start, link_rank.pattern
+
+    class Spoilt:
+        def __init__(self, work, target):
+            self.work, self.target = work, target
+
+        def wait(self, patience):
+            self.work.wait(patience)
+            self.target[3] += 1
+
+    def spoil(collective, group, target, source):
+        work = start(collective, group, target, source)
+        return Spoilt(work, target) if collective == "all_gather" else work
+
+    def on_rank(host, port, rank, device, beat_s):
+        if rank == 1:
+            link_calls._start = spoil
+            link_rank.pattern = lambda count, sender: pattern(count, sender) + (sender == 1)
+        serve(host, port, rank, device, beat_s)
+
+    monkeypatch.setattr(link_rank, "serve", on_rank)
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_a_payload_that_arrives_wrong_is_noticed(monkeypatch):
+    wrong_on_rank_1(monkeypatch)
+    cluster = measure_links(2, 4.0, 2**12, None, None, lambda line: None)
+    for u in cluster.map.unmeasured: print(u)
+
+
+@pytest.mark.usefixtures("no_orphans")
+def test_ctrl_c_keeps_what_there_is(tmp_path):
+    say = at("collectives", lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT)))
+    start = time.monotonic()
+    cluster = measure_links(2, 60.0, SMALL, None, tmp_path / "cluster.toml", say)
+    print(time.monotonic() - start)
+    assert time.monotonic() - start < 20
+    for u in cluster.map.unmeasured: print(u)
+    print(len(cluster.map.pairs), len(cluster.curves))

@@ -43,7 +43,7 @@ class Conductor:
     beat_s: float
     number: int = 0
     lost: dict[int, str] = field(default_factory=dict)
-    broken: dict[tuple[int, ...], int] = field(default_factory=dict)  # groups, and how often
+    broken: set[tuple[int, ...]] = field(default_factory=set)
     about: dict[int, dict[str, Any]] = field(default_factory=dict)
     signs: dict[int, tuple[int, float]] = field(default_factory=dict)  # count, and when it was new
     faults: list[Unmeasured] = field(default_factory=list)
@@ -176,12 +176,17 @@ class Conductor:
             gone = [rank for rank in group if rank in self.lost]
             why = f"rank {gone[0]} {self.lost[gone[0]]}" if gone else _first_error(errors)
             answers.failed[group] = why
-            if not gone and blame:
-                self.broken[group] = self.broken.get(group, 0) + 1
-                self.faults.append(
-                    Unmeasured(what=f"{cell.noun} {_named(group)}", ranks=group, reason=why, failed=True)
-                )
+        if blame:
+            self.blame(cell, {group: why for group, why in answers.failed.items() if self.whole(group)})
         return answers
+
+    def blame(self, cell: Cell, groups: Mapping[tuple[int, ...], str]) -> None:
+        """Put ``groups`` whose ranks all live on record as failed, and measure no more with them; with why."""
+        for group, why in groups.items():
+            self.broken.add(group)
+            self.faults.append(
+                Unmeasured(what=f"{cell.noun} {_named(group)}", ranks=group, reason=why, failed=True)
+            )
 
     def _note_wrong(self, group: tuple[int, ...], said: Sequence[Mapping[str, Any]], cell: Cell) -> None:
         for rank, each in zip(group, said, strict=True):

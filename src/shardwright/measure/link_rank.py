@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -25,44 +26,83 @@ MEETING = 0.5
 """Share of a measurement's limit within which its ranks must have connected."""
 
 
+RETURN_S = 0.1
+"""What a call may take to come back after its limit."""
+
+
 class RankAtWork:
-    """This rank's groups, and what it is doing at the moment."""
+    """This rank's groups, and what it is doing at the moment.
+
+    Measurements run in a thread of their own, because not every wait inside the libraries has a limit: one
+    that does not come back is left behind with its thread.
+    """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device) -> None:
         self.store, self.rank, self.device = store, rank, device
         self.groups: dict[str, LinkGroup] = {}
         self.broken: list[LinkGroup] = []  # kept: to take one apart waits for what hangs in it
         self.doing = "starting"
+        self.number = -1
+        self.hands = self._hands()
 
     def answer(self, asked: dict[str, Any], number: int) -> dict[str, Any]:
         """What this rank measured of cell ``number``, or the error it met."""
+        self.number = number
+        future = self.hands.submit(self._measure, asked, number)
+        try:
+            return future.result(asked["limit"] + RETURN_S)
+        except TimeoutError:
+            self.hands = self._hands()
+            self._drop(self._own_group(asked)["name"])
+            return {"error": "the call does not return", "doing": self.doing}
+        finally:
+            self.doing = "waiting for the next measurement"
+
+    def _hands(self) -> ThreadPoolExecutor:
+        def ready() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+
+        return ThreadPoolExecutor(1, initializer=ready)
+
+    def _own_group(self, asked: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = next(each for each in asked["groups"] if self.rank in each["ranks"])
+        return found
+
+    def _measure(self, asked: dict[str, Any], number: int) -> dict[str, Any]:
+        mine = self._own_group(asked)
+        name, ranks = mine["name"], tuple(mine["ranks"])
         start = monotonic()
         connected, end = start + MEETING * asked["limit"], start + asked["limit"]
-        mine = next(each for each in asked["groups"] if self.rank in each["ranks"])
-        name, ranks = mine["name"], tuple(mine["ranks"])
         try:
-            self.doing = f"connecting ranks {list(ranks)}"
+            self._say(number, f"connecting ranks {list(ranks)}")
             group = self.groups.get(name)
             if group is None:
                 group = LinkGroup(self.store, name, ranks, self.rank, self.device, connected)
                 self.groups[name] = group
             group.end = connected
             group.agree(0.0)
-            self.doing = asked["what"]
+            self._say(number, asked["what"])
             exchange.meet(self.store, number, len(asked["ranks"]), group.left)
             group.end = end
             found = _pair(group, asked) if asked["call"] == "pair" else _collective(group, asked)
         except (RuntimeError, TimeoutError) as error:
-            said = str(error).partition("\n")[0][:300]
-            if name in self.groups:
-                group = self.groups.pop(name)
-                self.broken.append(group)
-                group.abandon()
-            return {"error": said, "doing": self.doing}
+            self._drop(name)
+            return {"error": str(error).partition("\n")[0][:300], "doing": self.doing}
         if not asked["keep"]:
             del self.groups[name]
-        self.doing = "waiting for the next measurement"
         return found
+
+    def _say(self, number: int, doing: str) -> None:
+        """What is being done, unless it was left behind."""
+        if number == self.number:
+            self.doing = doing
+
+    def _drop(self, name: str) -> None:
+        if name in self.groups:
+            group = self.groups.pop(name)
+            self.broken.append(group)
+            group.abandon()
 
 
 def serve(host: str, port: int, rank: int, device: torch.device, beat_s: float) -> None:

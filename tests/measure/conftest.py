@@ -69,6 +69,12 @@ class Network:
             limit = ("tbf", "rate", f"{megabits}mbit", "burst", "32kb", "latency", "100ms")
             run("tc", "-n", self.names[x], "qdisc", "add", "dev", self.cable(x, y), "root", *limit)
 
+    def shape_inside(self, megabits):
+        """Limit what processes of a namespace send to each other, both ways together."""
+        for name in self.names:
+            limit = ("tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms")
+            run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", *limit)
+
     def cut(self, a, b):
         """Have what ``a`` sends to ``b`` vanish without a word: the neighbour's hardware address is wrong."""
         wrong = ("lladdr", "02:00:00:00:00:99", "dev", self.cable(a, b), "nud", "permanent")

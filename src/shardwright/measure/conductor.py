@@ -177,11 +177,11 @@ class Conductor:
             why = f"rank {gone[0]} {self.lost[gone[0]]}" if gone else _first_error(errors)
             answers.failed[group] = why
         if blame:
-            self.blame(cell, {group: why for group, why in answers.failed.items() if self.whole(group)})
+            self.note_failed(cell, {group: why for group, why in answers.failed.items() if self.whole(group)})
         return answers
 
-    def blame(self, cell: Cell, groups: Mapping[tuple[int, ...], str]) -> None:
-        """Put ``groups`` whose ranks all live on record as failed, and measure no more with them; with why."""
+    def note_failed(self, cell: Cell, groups: Mapping[tuple[int, ...], str]) -> None:
+        """Put ``groups`` whose ranks all live on record as failed, and measure no more with them."""
         for group, why in groups.items():
             self.broken.add(group)
             self.faults.append(

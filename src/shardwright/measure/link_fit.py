@@ -10,10 +10,13 @@ from math import ceil, log2, sqrt
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.bandwidth_map import Curve
 from shardwright.cluster import Link
 from shardwright.units import MiB, significant
+
+Floats = NDArray[np.float64]
 
 LARGE = MiB
 """From here on NCCL's rings send large messages, at full bandwidth; what is smaller it sends otherwise."""
@@ -34,8 +37,8 @@ class FittedLink(NamedTuple):
 def fit_link(curves: Sequence[Curve], base: Link, rings_alone: bool) -> FittedLink | None:
     """The link that all ranks of ``curves`` use, at once, and no other; None: too few points.
 
-    Errors are weighted alike at all sizes. ``rings_alone``: gloo; else small messages go their own way, and
-    ``base`` says what a launch takes.
+    Errors are weighted alike at all sizes. ``rings_alone``: gloo; else small messages go their own way.
+    What a launch takes, ``base`` says: times of groups of one size cannot tell it from hops.
     """
     points = [
         (curve, size, time) for curve in curves for size, time in zip(curve.sizes, curve.times, strict=True)
@@ -44,40 +47,39 @@ def fit_link(curves: Sequence[Curve], base: Link, rings_alone: bool) -> FittedLi
         points = [point for point in points if point[1] >= LARGE]
     if len({size for _, size, _ in points}) < 2:
         return None
-    known = 0.0 if rings_alone else base.start
     rows = np.array([_row(curve.collective, curve.ranks, size) for curve, size, _ in points])
-    times = np.array([max(time - known, time / 2) for _, _, time in points])
-    free = (0, 1, 2, 3) if rings_alone else (1, 2, 3)
-    start, latency, inverse, ramp = _least_squares(rows / times[:, None], free)
+    times = np.array([max(time - base.start, time / 2) for _, _, time in points])
+    weights = _least_squares(rows / times[:, None])
+    latency, inverse, ramp = weights
     if not inverse:
         return None
-    predicted = rows @ np.array([start, latency, inverse, ramp])
+    predicted = rows @ weights
     found = {
         "bandwidth": significant(1 / inverse),
         "latency": significant(latency),
         "small_latency": significant(latency if rings_alone else _small_latency(curves, base)),
-        "start": significant(known or start),
+        "start": base.start,
         "ramp": significant(ramp),
         "switch_bandwidth": significant(_switches(curves, base)),
     }
     return FittedLink(Link.checked(found), float(np.median(np.abs(predicted / times - 1))))
 
 
-def _row(collective: str, n: int, size: int) -> tuple[float, float, float, float]:
-    """What a launch, a hop, a byte and the filling of channels count in one call."""
+def _row(collective: str, n: int, size: int) -> tuple[float, float, float]:
+    """What a hop, a byte and the filling of channels count in one call, besides the launch."""
     rounds = ROUNDS.get(collective)
     if rounds is None:
-        return 1.0, 1.0, size * (1 - 1 / n if collective == "all_to_all" else 1.0), 0.0
-    return 1.0, rounds * (n - 1), rounds * (1 - 1 / n) * size, rounds / 2 * sqrt(size / MiB)
+        return 1.0, size * (1 - 1 / n if collective == "all_to_all" else 1.0), 0.0
+    return rounds * (n - 1), rounds * (1 - 1 / n) * size, rounds / 2 * sqrt(size / MiB)
 
 
-def _least_squares(rows: np.ndarray, free: Sequence[int]) -> np.ndarray:
-    """Non-negative weights of the columns ``free`` for which the rows' sums come nearest to 1: of four
-    columns all subsets can be tried."""
+def _least_squares(rows: Floats) -> Floats:
+    """Non-negative weights of the columns for which the rows' sums come nearest to 1: of three columns all
+    subsets can be tried."""
     ones = np.ones(len(rows))
     best, least = np.zeros(rows.shape[1]), float("inf")
-    for count in range(1, len(free) + 1):
-        for chosen in combinations(free, count):
+    for count in range(1, rows.shape[1] + 1):
+        for chosen in combinations(range(rows.shape[1]), count):
             part = rows[:, chosen]
             weights = np.linalg.lstsq(part, ones, rcond=None)[0]
             left = float(np.sum((part @ weights - ones) ** 2))

@@ -152,7 +152,7 @@ class Stages:
         if not again:
             return first.measured
         if len(conductor.broken) >= MOST_SECOND_CHANCES:
-            conductor.blame(cell, {group: first.failed[group] for group in again})
+            conductor.note_failed(cell, {group: first.failed[group] for group in again})
             return first.measured
         if conductor.left < limit:
             self.record.skipped += [

@@ -1,9 +1,7 @@
 """Times that the map takes against torch.distributed timed by a loop written out, turn about in one run."""
 
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch

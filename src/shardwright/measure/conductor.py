@@ -100,6 +100,16 @@ class Conductor:
         members = set(group)
         return not members & set(self.lost) and not any(set(pair) <= members for pair in self.broken)
 
+    def note_silent(self, doing: str) -> None:
+        """Lose the ranks that give no sign of life; takes as long as that takes to see."""
+        end = time.monotonic() + (SIGNS_MISSED + 2) * self.beat_s
+        while time.monotonic() < end:
+            self._note_dead(doing)
+            for rank in set(range(self.world)) - set(self.lost):
+                if self._silent_for(rank) > SIGNS_MISSED * self.beat_s:
+                    self._lose(rank, self._last_sign(rank, doing))
+            time.sleep(LOOK_S)
+
     def give_up(self, rank: int, why: str) -> None:
         """Measure nothing more with ``rank``, which is at fault."""
         self._lose(rank, why)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.bandwidth_map import UNREACHED, MapRecord
+from shardwright.bandwidth_map import UNREACHED, Curve, MapRecord
 from shardwright.cluster import Cluster, Level
 
 MOST_RANKS = 256
@@ -29,7 +29,8 @@ def map_document(
         "hosts": list(record.hosts),
         "measured_pairs": [pair._asdict() for pair in record.pairs],
         "curves": [
-            curve.model_dump(mode="json") | {"kind": level_of(curve.members, cluster)}
+            curve.model_dump(mode="json")
+            | {"kind": level_of(curve.members, cluster), "bus_bandwidths": bus_bandwidths(curve)}
             for curve in cluster.curves
         ],
         "unmeasured": [each.model_dump(mode="json") for each in record.unmeasured],
@@ -39,6 +40,20 @@ def map_document(
         or any(each.failed for each in record.unmeasured),
         "assumed": list(cluster.assumed),
     }
+
+
+PASSED_ON = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""How often (n-1)/n of the payload goes through a rank's link."""
+
+
+def bus_bandwidths(curve: Curve) -> list[float]:
+    """What the link of a rank carries at each size, whatever the collective and the number of ranks [B/s].
+
+    Source: NVIDIA/nccl-tests doc/PERFORMANCE.md.
+    """
+    times = PASSED_ON.get(curve.collective)
+    share = 1.0 if times is None else times * (curve.ranks - 1) / curve.ranks
+    return [share * size / time for size, time in zip(curve.sizes, curve.times, strict=True)]
 
 
 def level_of(members: Sequence[int], cluster: Cluster) -> str:

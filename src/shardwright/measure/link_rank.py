@@ -18,8 +18,15 @@ from shardwright.measure.link_calls import call_of, pattern, send_or_receive
 from shardwright.measure.link_group import LinkGroup
 from shardwright.measure.timing import Blocks, block_times
 
-FIRST_BYTES = 256 * 2**10
-"""Message by which a pair finds out how large a message its time allows."""
+FIRST_BYTES = 8 * 2**10
+"""Message by which a pair begins to find out how large a message its time allows: a link that has fallen to
+1 MB/s is to be measured too."""
+
+SHARES = (1 / 32, 1 / 16, 9 / 32)
+"""Of a pair's time, what each size of message gets in one direction; 1/4 is for latency."""
+
+MESSAGES = 8
+"""Of the largest size, what its share has room for."""
 
 
 MEETING = 0.5
@@ -191,16 +198,15 @@ def _pair(group: LinkGroup, asked: dict[str, Any]) -> dict[str, Any]:
     latency = group.agree(sorted(latencies)[len(latencies) // 2])
     found: dict[str, Any] = {"latencies": latencies, "wrong": []}
     for sender, direction in ((0, "there"), (1, "back")):
-        size = min(FIRST_BYTES, asked["size"])
-        blocks, wrong = _stream(group, size, sender, seconds / 12)
-        rate = size / group.agree(min(blocks.means))
-        larger = min(int(rate * seconds * (3 / 8 - 1 / 12) / 8), asked["size"])
-        if larger > size and not wrong:
+        larger = min(FIRST_BYTES, asked["size"])
+        for share in SHARES:
             size = larger
-            blocks, wrong = _stream(group, size, sender, seconds * (3 / 8 - 1 / 12))
-        times = [max(mean - latency / blocks.repeats, mean / 2) for mean in blocks.means]
-        found[direction] = [size / time for time in times]
-        found["wrong"] += [wrong] if wrong else []
+            blocks, wrong = _stream(group, size, sender, seconds * share)
+            times = [max(mean - latency / blocks.repeats, mean / 2) for mean in blocks.means]
+            found[direction] = [size / time for time in times]
+            rate = size / group.agree(min(times))
+            larger = min(max(int(rate * seconds * SHARES[-1] / MESSAGES), size), asked["size"])
+            found["wrong"] += [wrong] if wrong else []
     return found
 
 

@@ -118,7 +118,9 @@ class LinkRecord:
             base = plain.intra_link if size <= domains.node else plain.inter_link
             own = [curve for curve in curves if _passes_only(curve.members, level)]
             alone = self._pair_link(inside, size, base)
-            fitted = fit_link(own, base, gloo) or (None if alone is None else FittedLink(alone, 0.0))
+            fitted = fit_link(own, base, gloo, one_per_node=size > domains.node) or (
+                None if alone is None else FittedLink(alone, 0.0)
+            )
             if fitted is None:
                 if size > inside:
                     notes.append(f"link of {name} as the device's file has it: nothing of it was measured")

@@ -34,7 +34,7 @@ LARGEST_PART = 0.15
 REDUCED = 2.0
 """Another collective takes at most so many times an all-reduce of the same payload."""
 
-KEEP_EVERY_S = 2.0
+KEEP_EVERY_S = 4.0
 
 MOST_SECOND_CHANCES = 3
 """Failed pairs after which more of them are believed at once: a network that is down takes many with it."""
@@ -123,7 +123,7 @@ class Stages:
                 missing |= dict.fromkeys(cells[place:], "the time was up")
                 break
             budget = min(max(left / (len(cells) - place), SHORTEST_S), LONGEST_S)
-            smaller = self._affordable(cell, max(2 * budget, LARGEST_PART * left))
+            smaller = self._affordable(cell, min(max(2 * budget, LARGEST_PART * left), left / 2))
             if smaller != cell:
                 missing[cell] = "it would take too long for the time given"
             if smaller is not None and not self._known(smaller):
@@ -147,9 +147,14 @@ class Stages:
         """Answers by group of ranks. Groups that fail without a rank being lost get a second chance: a busy
         machine must accuse nobody."""
         conductor = self.conductor
-        first = conductor.measure(cell, seconds, min(limit, conductor.left), keep=keep, blame=False)
+        left = conductor.left
+        first = conductor.measure(cell, seconds, min(limit, left), keep=keep, blame=False)
         again = tuple(group for group in first.failed if conductor.whole(group))
         if not again:
+            return first.measured
+        if left < limit:
+            ranks = tuple(sorted({rank for group in again for rank in group}))
+            self.record.skipped.append(Unmeasured(what=cell.noun, ranks=ranks, reason="the time was up"))
             return first.measured
         if len(conductor.broken) >= MOST_SECOND_CHANCES:
             conductor.note_failed(cell, {group: first.failed[group] for group in again})

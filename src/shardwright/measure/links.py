@@ -156,8 +156,9 @@ def _conduct(
         bar.stage(f"collectives in domains of {list(record.domains.sizes)} ranks" if record.domains else "")
         stages.measure_collectives(largest)
         stages.measure_late_pairs(largest)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # from a person, or from torchrun because a rank is gone: which?
         record.skipped.append(Unmeasured(what="the rest", reason="interrupted"))
+        conductor.note_silent("links")
     record.faults = list(conductor.faults)
 
 

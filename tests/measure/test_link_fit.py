@@ -5,7 +5,7 @@ import pytest
 
 from shardwright.bandwidth_map import Curve
 from shardwright.cluster import Link, cluster_of
-from shardwright.measure.document import bus_bandwidths
+from shardwright.measure.expected import bus_bandwidths
 from shardwright.measure.link_fit import fit_link
 from shardwright.plan.collectives import collective_time, route_through
 from shardwright.units import MiB

@@ -3,8 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shardwright.bandwidth_map import UNREACHED, Curve, MapRecord
 from shardwright.cluster import Cluster, Level
+from shardwright.measure.expected import against_expected, bus_bandwidths
+from shardwright.measure.pair_speeds import PairSpeeds, pair_speeds
 
 MOST_RANKS = 256
 """Ranks for which pairs are listed by the level that joins them where no topology was read."""
@@ -15,10 +19,13 @@ def map_document(
 ) -> dict[str, Any]:
     """``cluster`` with its map, findings about it, and what was refused of the files read."""
     record = cluster.map or MapRecord()
+    speeds = pair_speeds(cluster)
     return {
+        "ranks": cluster.ranks,
         "nodes": cluster.nodes,
         "gpus_per_node": cluster.gpus_per_node,
         "device": cluster.device.name,
+        "device_kind": cluster.device.kind,
         "source": record.source,
         "date": record.date,
         "pairs": [list(row) for row in record.classes] or _pairs_by_level(cluster),
@@ -27,12 +34,13 @@ def map_document(
         "affinity": list(record.affinity),
         "numa": list(record.numa),
         "hosts": list(record.hosts),
-        "measured_pairs": [pair._asdict() for pair in record.pairs],
-        "curves": [
-            curve.model_dump(mode="json")
-            | {"kind": level_of(curve.members, cluster), "bus_bandwidths": bus_bandwidths(curve)}
-            for curve in cluster.curves
+        "measured_pairs": _pairs(speeds),
+        "pair_kinds": _kinds(speeds),
+        "curves": [_curve(curve, cluster) for curve in cluster.curves],
+        "islands": [
+            tier._asdict() | {"groups": [list(group) for group in tier.groups]} for tier in speeds.tiers
         ],
+        "expected": [each._asdict() | {"ratio": each.ratio} for each in against_expected(cluster, speeds)],
         "unmeasured": [each.model_dump(mode="json") for each in record.unmeasured],
         "refused": [dict(each) for each in refused],
         "findings": [dict(finding) for finding in findings],
@@ -42,20 +50,6 @@ def map_document(
     }
 
 
-PASSED_ON = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""How often (n-1)/n of the payload goes through a rank's link."""
-
-
-def bus_bandwidths(curve: Curve) -> list[float]:
-    """What the link of a rank carries at each size, whatever the collective and the number of ranks [B/s].
-
-    Source: NVIDIA/nccl-tests doc/PERFORMANCE.md.
-    """
-    times = PASSED_ON.get(curve.collective)
-    share = 1.0 if times is None else times * (curve.ranks - 1) / curve.ranks
-    return [share * size / time for size, time in zip(curve.sizes, curve.times, strict=True)]
-
-
 def level_of(members: Sequence[int], cluster: Cluster) -> str:
     """Name of the outermost level of links that groups of ``members`` pass."""
     levels = [level.name for level in cluster.domains]
@@ -63,6 +57,48 @@ def level_of(members: Sequence[int], cluster: Cluster) -> str:
     return next(
         (name for name, has in zip(reversed(levels), reversed(passed), strict=True) if has), levels[0]
     )
+
+
+def _pairs(speeds: PairSpeeds) -> list[dict[str, Any]]:
+    """Every measured direction; ``share``: of what is usual for its kind."""
+    columns = (speeds.source, speeds.target, speeds.bandwidth, speeds.latency, speeds.kind, speeds.share)
+    return [
+        {
+            "source": a,
+            "target": b,
+            "bandwidth": rate,
+            "latency": time,
+            "kind": speeds.kinds[k],
+            "share": share,
+        }
+        for a, b, rate, time, k, share in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _kinds(speeds: PairSpeeds) -> list[dict[str, Any]]:
+    found = []
+    for number, (kind, usual) in enumerate(zip(speeds.kinds, speeds.usual, strict=True)):
+        chosen = speeds.kind == number
+        rates = speeds.bandwidth[chosen]
+        found.append(
+            {
+                "kind": kind,
+                "measured": int(chosen.sum()),
+                "usual": float(usual),
+                "median": float(np.median(rates)),
+                "slowest": float(rates.min()),
+                "latency": float(np.median(speeds.latency[chosen])),
+            }
+        )
+    return sorted(found, key=lambda row: -row["usual"])
+
+
+def _curve(curve: Curve, cluster: Cluster) -> dict[str, Any]:
+    return curve.model_dump(mode="json") | {
+        "kind": level_of(curve.members, cluster),
+        "ranks": curve.ranks,
+        "bus_bandwidths": bus_bandwidths(curve),
+    }
 
 
 def _link(level: Level, cluster: Cluster) -> dict[str, Any]:

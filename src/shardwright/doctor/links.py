@@ -1,0 +1,143 @@
+"""Findings about a cluster's map: slow links and where they are, hangs, and measured against expected."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shardwright.bandwidth_map import MapRecord, Unmeasured
+from shardwright.cluster import Cluster
+from shardwright.doctor.finding import Finding, in_order
+from shardwright.doctor.rank_lists import ranks_text
+from shardwright.doctor.slow_pairs import pair_findings
+from shardwright.measure.expected import Comparison, against_expected
+from shardwright.measure.pair_speeds import pair_speeds
+from shardwright.units import MiB, format_bandwidth, format_bytes
+
+NOISY_CURVE = 0.5
+"""(90 % - 10 %) / median of the times of large messages from which a curve is worth no conclusion."""
+
+WRONG = ("payload", "wrong", "differs", "corrupt")
+"""Words of the reason why something is unmeasured that mean: it came, and was not what was sent."""
+
+
+def cluster_findings(cluster: Cluster) -> list[Finding]:
+    """What the map of ``cluster`` says is wrong, the surest first; or, where the device's links are known,
+    that they are as they should be."""
+    record = cluster.map or MapRecord()
+    speeds = pair_speeds(cluster)
+    found = [*_failures(record.unmeasured), *_scattered(cluster, record), *pair_findings(cluster, speeds)]
+    found += _noisy_curves(cluster)
+    compared = against_expected(cluster, speeds)
+    below = list(_below(compared))
+    found += below
+    if compared and not found:
+        found.append(_healthy(compared))
+    return in_order(found)
+
+
+def _failures(unmeasured: Sequence[Unmeasured]) -> Iterator[Finding]:
+    """Pairs that hang, ranks that are gone, messages that came wrong."""
+    failed = [each for each in unmeasured if each.failed]
+    wrong = [each for each in failed if any(word in each.reason.lower() for word in WRONG)]
+    gone = [each for each in failed if each not in wrong and len(each.ranks) == 1]
+    hung = [each for each in failed if each not in wrong and each not in gone]
+    if wrong:
+        yield _failure("wrong_payload", wrong, "what arrived is not what was sent")
+    if gone:
+        yield _failure("rank_gone", gone, "did not answer")
+    if hung:
+        yield _failure("pair_hangs", hung, "did not come through")
+
+
+def _failure(cause: str, failed: Sequence[Unmeasured], words: str) -> Finding:
+    """One finding for all failures of a kind; ranks that all of them have in common are the suspects."""
+    counts = Counter(rank for each in failed for rank in set(each.ranks))
+    common = {rank for rank, count in counts.items() if count == len(failed)}
+    sole = common if len(failed) > 1 and common else set(counts)
+    others = set(counts) - sole
+    share = f"; {ranks_text(sole)} is in all of them" if others and len(sole) == 1 else ""
+    first = failed[0]
+    return Finding(
+        cause,
+        "certain",
+        f"{first.what} {words}: {first.reason}"
+        + (f"; so did not {len(failed) - 1} more" if cause == "pair_hangs" and len(failed) > 1 else "")
+        + (f"; {len(failed) - 1} more" if cause != "pair_hangs" and len(failed) > 1 else "")
+        + share,
+        tuple(sorted(sole)),
+        numbers={"failed": len(failed), "pairs": [list(each.ranks) for each in failed[:64]]},
+    )
+
+
+def _scattered(cluster: Cluster, record: MapRecord) -> Iterator[Finding]:
+    """Ranks of a host that are not consecutive."""
+    hosts, n = record.hosts, cluster.gpus_per_node
+    blocks = [hosts[at : at + n] for at in range(0, len(hosts), n)]
+    mixed = [number for number, block in enumerate(blocks) if len(set(block)) > 1]
+    if not mixed:
+        return
+    at, last = mixed[0] * n, mixed[0] * n + len(blocks[mixed[0]]) - 1
+    names = ", ".join(dict.fromkeys(blocks[mixed[0]]))
+    yield Finding(
+        "ranks_scattered",
+        "certain",
+        f"ranks {at} to {last} should be one node of {n} and run on {names}: ranks of a node are not consecutive",
+        tuple(range(at, last + 1)),
+        numbers={"nodes": mixed},
+    )
+
+
+def _noisy_curves(cluster: Cluster) -> Iterator[Finding]:
+    """Curves whose large messages take now this long, now that."""
+    for curve in cluster.curves:
+        large = [
+            (spread, size) for spread, size in zip(curve.spread, curve.sizes, strict=False) if size >= MiB
+        ]
+        typical = float(np.median([spread for spread, _ in large])) if large else 0.0
+        if typical <= NOISY_CURVE:
+            continue
+        spread, size = max(large)
+        yield Finding(
+            "links_noisy",
+            "cannot_tell",
+            f"{curve.collective} of {curve.ranks} ranks: at {format_bytes(size)} a tenth of the calls "
+            f"differ by {spread:.0%} of the median from another tenth ({typical:.0%} over its large messages)",
+            numbers={"spread": typical, "collective": curve.collective, "ranks": curve.ranks},
+        )
+
+
+def _below(compared: Sequence[Comparison]) -> Iterator[Finding]:
+    """Levels of links on which something is below what the hardware gives, the worst of each."""
+    for level in dict.fromkeys(each.level for each in compared):
+        mine = [each for each in compared if each.level == level]
+        worst = min(mine, key=lambda each: each.ratio)
+        if worst.verdict == "healthy":
+            continue
+        healthy = [each.what for each in mine if each.verdict == "healthy"]
+        size = f" of {format_bytes(worst.size)}" if worst.size else ""
+        measured, expected = format_bandwidth(worst.measured), format_bandwidth(worst.expected)
+        yield Finding(
+            "node_links_below_expected" if level == "node" else "network_below_expected",
+            "likely",
+            f"{worst.what}{size}: {measured} bus bandwidth, {expected} expected of these devices: {worst.verdict} ({worst.ratio:.0%})"
+            + (f"; as expected: {', '.join(healthy[:4])}" if healthy else ""),
+            numbers={
+                "level": level,
+                "measured": worst.measured,
+                "expected": worst.expected,
+                "ratio": worst.ratio,
+                "verdict": worst.verdict,
+            },
+        )
+
+
+def _healthy(compared: Sequence[Comparison]) -> Finding:
+    worst = min(compared, key=lambda each: each.ratio)
+    return Finding(
+        "links_healthy",
+        "certain",
+        f"{len(compared)} comparisons with what the devices' links give, the lowest {worst.what} at "
+        f"{worst.ratio:.0%}: {format_bandwidth(worst.measured)} of {format_bandwidth(worst.expected)}",
+        numbers={"ratio": worst.ratio, "compared": len(compared)},
+    )

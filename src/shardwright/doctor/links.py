@@ -82,7 +82,8 @@ def _scattered(cluster: Cluster, record: MapRecord) -> Iterator[Finding]:
     yield Finding(
         "ranks_scattered",
         "certain",
-        f"ranks {at} to {last} should be one node of {n} and run on {names}: ranks of a node are not consecutive",
+        f"ranks {at} to {last} should be one node of {n} and run on {names}: ranks of a node "
+        "are not consecutive",
         tuple(range(at, last + 1)),
         numbers={"nodes": mixed},
     )
@@ -102,7 +103,8 @@ def _noisy_curves(cluster: Cluster) -> Iterator[Finding]:
             "links_noisy",
             "cannot_tell",
             f"{curve.collective} of {curve.ranks} ranks: at {format_bytes(size)} a tenth of the calls "
-            f"differ by {spread:.0%} of the median from another tenth ({typical:.0%} over its large messages)",
+            f"differ by {spread:.0%} of the median from another tenth ({typical:.0%} over "
+            "its large messages)",
             numbers={"spread": typical, "collective": curve.collective, "ranks": curve.ranks},
         )
 
@@ -120,7 +122,8 @@ def _below(compared: Sequence[Comparison]) -> Iterator[Finding]:
         yield Finding(
             "node_links_below_expected" if level == "node" else "network_below_expected",
             "likely",
-            f"{worst.what}{size}: {measured} bus bandwidth, {expected} expected of these devices: {worst.verdict} ({worst.ratio:.0%})"
+            f"{worst.what}{size}: {measured} bus bandwidth, {expected} expected of these devices: "
+            f"{worst.verdict} ({worst.ratio:.0%})"
             + (f"; as expected: {', '.join(healthy[:4])}" if healthy else ""),
             numbers={
                 "level": level,

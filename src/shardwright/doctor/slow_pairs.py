@@ -159,9 +159,9 @@ class _Judge:
                     left &= ~mine
                     yield self._direction(odd.where(mine), f"{self._rank(rank)} {verb}", (rank,))
         for at in np.flatnonzero(left)[:NAMED].tolist():
-            ends = int(sender[at]), int(receiver[at])
-            way = f"{self._rank(ends[0])} sends to {self._rank(ends[1])}"
-            yield self._direction(odd.where(np.arange(len(sender)) == at), way, ends)
+            one, two = int(sender[at]), int(receiver[at])
+            way = f"{self._rank(one)} sends to {self._rank(two)}"
+            yield self._direction(odd.where(np.arange(len(sender)) == at), way, (one, two))
 
     def _direction(self, lines: Lines, way: str, ranks: tuple[int, ...]) -> Finding:
         slow = float(np.median(np.fmin(lines.there, lines.back) * lines.usual))

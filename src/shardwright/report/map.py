@@ -1,0 +1,286 @@
+"""What ``map`` prints for people, from its JSON document."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from shardwright.report.doctor import finding_lines
+from shardwright.report.heat_map import HeatMap
+from shardwright.report.tables import table
+from shardwright.report.terminal import EIGHTHS_UP
+from shardwright.units import format_bandwidth, format_bytes, format_time
+
+MOST_CLASSES = 32
+"""Devices of which the classes of links are printed as a matrix."""
+
+MOST_CURVES = 24
+MOST_UNMEASURED = 12
+MOST_GROUPS = 8
+"""Lines or groups that are listed; the rest is counted."""
+
+COLUMNS_OF_CURVE = 5
+"""Sizes of a curve in the table, from the largest down by powers."""
+
+VERDICT_STYLES = {"healthy": "green", "degraded": "yellow", "below half": "bold red"}
+
+LOCAL = ("PIX", "PXB")
+"""Classes of a NIC behind the same PCIe switch as a device: GPUDirect RDMA goes past the CPU."""
+
+
+def map_report(document: Mapping[str, Any]) -> RenderableType:
+    """What was measured or read: pairs, classes, links, curves, tp groups, NICs, what is at fault."""
+    return Group(
+        _head(document),
+        *_pairs(document),
+        *_classes(document),
+        _links(document),
+        *_curves(document),
+        *_islands(document),
+        *_nics(document),
+        *_expected(document),
+        *_unmeasured(document),
+        *_findings(document),
+    )
+
+
+def _head(document: Mapping[str, Any]) -> RenderableType:
+    made = Text(
+        f"{document['ranks']:,} ranks, {document['nodes']:,} x {document['gpus_per_node']} {document['device']}",
+        style="bold",
+    )
+    how = ", ".join(part for part in (document["source"], document["date"]) if part)
+    made.append(f"\n{how or 'links of the device as given: nothing was measured or read'}", style="not bold")
+    hosts = list(dict.fromkeys(document["hosts"]))
+    if hosts:
+        named = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4:,} more" if len(hosts) > 4 else "")
+        made.append(f"\nhosts: {named}", style="not bold")
+    if document["assumed"]:
+        made.append(f"\nassumed: {', '.join(document['assumed'])}", style="not bold dim")
+    return made
+
+
+def _pairs(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    if not document["measured_pairs"]:
+        return
+    yield HeatMap(document)
+    kinds = table("pairs by kind of link", "kind", "measured", "usual", "median", "slowest", "latency")
+    for row in document["pair_kinds"]:
+        rates = (format_bandwidth(row[key]) for key in ("usual", "median", "slowest"))
+        kinds.add_row(row["kind"], f"{row['measured']:,}", *rates, format_time(row["latency"]))
+    yield kinds
+
+
+def _classes(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The matrix of a topology; of a cluster's levels it would say what the table of links says."""
+    rows = document["pairs"]
+    read = any(tier["known_by"] == "topology" for tier in document["islands"])
+    if not read or not rows or len(rows) > MOST_CLASSES:
+        return
+    width = max(max(len(name) for row in rows for name in row), len(str(len(rows) - 1))) + 1
+    made = Text("\nclasses of links between the devices of a node\n", style="bold", no_wrap=True)
+    heads = "".join(f"{number:>{width}}" for number in range(len(rows)))
+    made.append(f"{'':>4}{heads}\n", style="not bold dim")
+    for number, row in enumerate(rows):
+        made.append(f"{number:>4}", style="not bold dim")
+        made.append("".join(f"{name:>{width}}" for name in row) + "\n", style="not bold")
+    yield made
+
+
+def _links(document: Mapping[str, Any]) -> RenderableType:
+    made = table("links", "level", "ranks", "bandwidth", "latency", "small", "known by")
+    made.columns[-1].justify = "left"
+    for link in document["links"]:
+        known = f"measured: {', '.join(link['measured'])}" if link["measured"] else "specification"
+        made.add_row(
+            link["kind"] + (" (shared)" if link["shared"] else ""),
+            f"{link['ranks']:,}",
+            format_bandwidth(link["bandwidth"]),
+            format_time(link["latency"]),
+            format_time(link["small_latency"]),
+            known,
+        )
+    return made
+
+
+def _curves(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Bus bandwidth by size: a line of blocks and a few sizes of each group kind."""
+    curves = document["curves"]
+    if not curves:
+        return
+    yield CurveTable(curves[:MOST_CURVES])
+    if len(curves) > MOST_CURVES:
+        yield Text(f"{len(curves) - MOST_CURVES} curves more: --json has them", style="dim")
+    yield Text(
+        "bus bandwidth as nccl-tests counts it: size / time, x 2 (n-1)/n of an all-reduce, x (n-1)/n of an "
+        "all-gather, reduce-scatter or all-to-all of n ranks; spread: (90 % - 10 %) / median of the times",
+        style="dim",
+    )
+
+
+class CurveTable:
+    """Curves with as many sizes as there is room."""
+
+    def __init__(self, curves: Sequence[Mapping[str, Any]]) -> None:
+        self.curves = curves
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        count = COLUMNS_OF_CURVE if options.max_width >= 110 else 2
+        sizes = sorted({size for curve in self.curves for size in curve["sizes"]}, reverse=True)
+        step = max(1, len(sizes) // count)
+        picked = sorted(sizes[::step][:count])
+        heads = [format_bytes(size).replace(".00", "") for size in picked]
+        made = table(
+            "bus bandwidth by size [GB/s]", "collective", "ranks", "level", "from small to large", *heads, "spread",
+            text_columns=4,
+        )  # fmt: skip
+        made.columns[1].justify = "right"
+        for curve in self.curves:
+            rates = dict(zip(curve["sizes"], curve["bus_bandwidths"], strict=True))
+            spread = f"{max(curve['spread']):.0%}" if curve["spread"] else "-"
+            figures = (f"{rates[size] / 1e9:,.1f}" if size in rates else "-" for size in picked)
+            line = curve_line(curve["bus_bandwidths"])
+            made.add_row(curve["collective"], _group(curve), curve["kind"], line, *figures, spread)
+        yield made
+
+
+def curve_line(values: Sequence[float], width: int = 20) -> str:
+    """Values against the largest, from nothing: a line of blocks."""
+    count = min(width, len(values))
+    picked = [values[i * (len(values) - 1) // max(count - 1, 1)] for i in range(count)]
+    most = max(picked, default=0.0) or 1.0
+    return "".join(EIGHTHS_UP[min(int(value / most * 8), 7)] for value in picked)
+
+
+def _group(curve: Mapping[str, Any]) -> str:
+    members = [n for n in curve["members"] if n > 1]
+    if len(members) < 2 or members[0] == curve["ranks"]:
+        return f"{curve['ranks']:,}"
+    return f"{curve['ranks']:,} ({members[0]} together)"
+
+
+def _islands(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Groups of a node's devices that tp can use, from the fastest links on."""
+    if not document["islands"]:
+        return
+    made = table("tp groups that a node can carry", "links", "slowest pair", "tp up to", "groups of devices")
+    made.columns[-1].justify = "left"
+    for tier in document["islands"]:
+        groups = [group for group in tier["groups"] if len(group) > 1]
+        listed = "  ".join(_span(group) for group in groups[:MOST_GROUPS])
+        more = f"  and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
+        rate = "-" if tier["bandwidth"] is None else format_bandwidth(tier["bandwidth"])
+        first = tier is document["islands"][0]
+        made.add_row(
+            (tier["link"] or "the fastest") + ("" if first else " or faster")
+            if tier["link"] or first
+            else "all of these",
+            rate,
+            str(max(map(len, groups))),
+            listed + more,
+        )
+    yield made
+    if len(document["islands"]) > 1:
+        first = document["islands"][0]
+        most = max(map(len, first["groups"]))
+        yield Text(f"at full speed tp is at most {most}; a larger group goes at the pace of its slowest pair")
+
+
+def _span(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def _nics(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """The nearest NIC of each device, and the devices that have none behind their own PCIe switch."""
+    nics = document["nics"]
+    if not nics:
+        return
+    order = {name: place for place, name in enumerate(("PIX", "PXB", "PHB", "NODE", "SYS"))}
+    made = table("nearest NIC of each device", "device", "class", "NIC", "CPUs", "NUMA node", text_columns=5)
+    without = []
+    for device in range(max(len(nic["classes"]) for nic in nics)):
+        near = [(nic["classes"][device], nic) for nic in nics if device < len(nic["classes"])]
+        best = min((name for name, _ in near), key=lambda name: order.get(name, len(order)))
+        named = [nic["device"] or nic["name"] for name, nic in near if name == best]
+        if best not in LOCAL:
+            without.append(device)
+        shown = ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+        made.add_row(
+            str(device), best, shown, _at(document["affinity"], device), _at(document["numa"], device)
+        )
+    yield made
+    devices = "device" if len(without) == 1 else "devices"
+    if without and len(without) < len(made.rows):
+        yield Text(
+            f"{devices} {_span(without)} have no NIC behind their own PCIe switch: NCCL sends their traffic over "
+            "NVLink to a device that has one (PXN) where it can, else through the CPU",
+            style="yellow",
+        )
+    elif without:
+        yield Text(
+            "no device has a NIC behind its own PCIe switch: traffic between nodes goes through the CPU, and "
+            "GPUDirect RDMA is slow or off",
+            style="yellow",
+        )
+
+
+def _at(values: Sequence[str], place: int) -> str:
+    return values[place] if place < len(values) else "-"
+
+
+def _expected(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    measured = document["measured_pairs"] or document["curves"]
+    if not document["expected"]:
+        if measured and document["device_kind"] == "cpu":
+            yield Text("measured against expected: nothing is expected of gloo on a CPU's own links", "dim")
+        elif measured:
+            yield Text(
+                f"measured against expected: nothing comparable is known of the links of {document['device']}",
+                "dim",
+            )
+        return
+    made = table(
+        "measured against what the devices' links give",
+        "what",
+        "size",
+        "measured",
+        "expected",
+        "share",
+        "verdict",
+    )
+    made.columns[-1].justify = "left"
+    for row in document["expected"]:
+        made.add_row(
+            row["what"],
+            format_bytes(row["size"]) if row["size"] else "large",
+            format_bandwidth(row["measured"]),
+            format_bandwidth(row["expected"]),
+            f"{row['ratio']:.0%}",
+            Text(row["verdict"], style=VERDICT_STYLES[row["verdict"]]),
+        )
+    yield made
+
+
+def _unmeasured(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    cells = sorted(document["unmeasured"], key=lambda each: not each["failed"])
+    if not cells:
+        return
+    yield Text("\nnot measured", style="bold")
+    for each in cells[:MOST_UNMEASURED]:
+        style = "red" if each["failed"] else ""
+        yield Text(f"  {'FAILED ' if each['failed'] else ''}{each['what']}: {each['reason']}", style=style)
+    if len(cells) > MOST_UNMEASURED:
+        yield Text(f"  {len(cells) - MOST_UNMEASURED:,} more: --json has them", style="dim")
+
+
+def _findings(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield Text("")
+    for finding in document["findings"]:
+        yield from finding_lines(finding)
+    for refused in document["refused"]:
+        yield Text(f"not read: {refused['file']}: {refused['reason']}", style="yellow")
+    if not document["findings"] and document["measured_pairs"]:
+        yield Text("no pair is slower than others like it", style="green")

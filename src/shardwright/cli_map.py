@@ -72,6 +72,7 @@ def measure(
 
     Exit status 1 if something is at fault.  'shardwright map show FILE' shows a map again.
     """
+    _check_picture(picture)
     known = None if base is None else Cluster.from_file(base)
     if from_files:
         found = _read(files or [], kind, nodes, known)
@@ -96,6 +97,7 @@ def measure(
 @map_app.command()
 def show(file: MapFile, picture: Picture = None, as_json: opt.JsonOption = False) -> None:
     """Show a map: pairs, links by class, tp groups, NICs, slow pairs, measured against expected."""
+    _check_picture(picture)
     _print(_judged(Cluster.from_file(file)), None, picture, as_json)
 
 
@@ -131,6 +133,16 @@ def _print(found: Found, output: Path | None, picture: Path | None, as_json: boo
     print_report(document, as_json, map_report)
     if document["fault"]:
         raise AnswerIsNo("the links are not as they should be: see the findings")
+
+
+def _check_picture(path: Path | None) -> None:
+    """Before anything is measured: a picture that cannot be written should not cost a map."""
+    from shardwright.report.map_picture import SUFFIXES
+
+    if path is not None and path.suffix not in SUFFIXES:
+        raise ClusterError(f"--picture {path} is no picture that map draws: name it .svg or .html")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ClusterError(f"--picture {path} is in a folder that does not exist: make it first")
 
 
 def _bytes(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Cells of a heat map: ranks against ranks, or, of many, nodes against nodes with the worst of their pairs."""
+"""Cells of a heat map: ranks against ranks, or, of many, nodes against nodes with their worst pairs."""
 
 import statistics
 from collections.abc import Mapping

@@ -84,13 +84,13 @@ def _drawn(
     if cell is None:
         return f"{'-' if itself else '?':>{width - 1}} ", Style(dim=True)
     slow = cell.share < SLOW
-    said = _figure(cell.bandwidth / 1e9) if figures else str(min(int(cell.share * 10 + 1e-9), 9))
+    said = figure(cell.bandwidth / 1e9) if figures else str(min(int(cell.share * 10 + 1e-9), 9))
     place = place_of(cell.bandwidth, low, high)
     style = Style(color=ink_on(place), bgcolor=colour_at(place), bold=slow)
     return f"{said:>{width - 1}}{'!' if slow else ' '}", style
 
 
-def _figure(gigabytes: float) -> str:
+def figure(gigabytes: float) -> str:
     """Three digits or so in four characters."""
     if gigabytes >= 99.95:
         return f"{gigabytes:.0f}"

@@ -46,10 +46,8 @@ def map_report(document: Mapping[str, Any]) -> RenderableType:
 
 
 def _head(document: Mapping[str, Any]) -> RenderableType:
-    made = Text(
-        f"{document['ranks']:,} ranks, {document['nodes']:,} x {document['gpus_per_node']} {document['device']}",
-        style="bold",
-    )
+    size = f"{document['nodes']:,} x {document['gpus_per_node']}"
+    made = Text(f"{document['ranks']:,} ranks, {size} {document['device']}", style="bold")
     how = ", ".join(part for part in (document["source"], document["date"]) if part)
     made.append(f"\n{how or 'links of the device as given: nothing was measured or read'}", style="not bold")
     hosts = list(dict.fromkeys(document["hosts"]))
@@ -131,10 +129,8 @@ class CurveTable:
         step = max(1, len(sizes) // count)
         picked = sorted(sizes[::step][:count])
         heads = [format_bytes(size).replace(".00", "") for size in picked]
-        made = table(
-            "bus bandwidth by size [GB/s]", "collective", "ranks", "level", "from small to large", *heads, "spread",
-            text_columns=4,
-        )  # fmt: skip
+        columns = ("collective", "ranks", "level", "from small to large", *heads, "spread")
+        made = table("bus bandwidth by size [GB/s]", *columns, text_columns=4)
         made.columns[1].justify = "right"
         for curve in self.curves:
             rates = dict(zip(curve["sizes"], curve["bus_bandwidths"], strict=True))
@@ -215,8 +211,8 @@ def _nics(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     devices = "device" if len(without) == 1 else "devices"
     if without and len(without) < len(made.rows):
         yield Text(
-            f"{devices} {_span(without)} have no NIC behind their own PCIe switch: NCCL sends their traffic over "
-            "NVLink to a device that has one (PXN) where it can, else through the CPU",
+            f"{devices} {_span(without)} have no NIC behind their own PCIe switch: NCCL sends their traffic "
+            "over NVLink to a device that has one (PXN) where it can, else through the CPU",
             style="yellow",
         )
     elif without:
@@ -235,12 +231,10 @@ def _expected(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     measured = document["measured_pairs"] or document["curves"]
     if not document["expected"]:
         if measured and document["device_kind"] == "cpu":
-            yield Text("measured against expected: nothing is expected of gloo on a CPU's own links", "dim")
+            yield Text("measured against expected: of CPU ranks (gloo) nothing is expected", "dim")
         elif measured:
-            yield Text(
-                f"measured against expected: nothing comparable is known of the links of {document['device']}",
-                "dim",
-            )
+            unknown = f"nothing comparable is known of the links of {document['device']}"
+            yield Text(f"measured against expected: {unknown}", "dim")
         return
     made = table(
         "measured against what the devices' links give",

@@ -10,6 +10,7 @@ from shardwright.doctor.finding import Finding, Source, causes, in_order
 from shardwright.doctor.hang import hang_findings
 from shardwright.doctor.inputs import gather
 from shardwright.doctor.layout import layout_findings
+from shardwright.doctor.links import map_findings
 from shardwright.doctor.numbers import numbers_findings
 from shardwright.doctor.oom import oom_findings
 from shardwright.doctor.setting import Setting, parse_given
@@ -25,6 +26,7 @@ KINDS: tuple[Callable[[Evidence], list[Finding]], ...] = (
     slow_findings,
     checkpoint_findings,
     topology_findings,
+    map_findings,
 )
 
 

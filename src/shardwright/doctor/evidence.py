@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+from shardwright.cluster import Cluster
 from shardwright.doctor.finding import Source
 from shardwright.doctor.setting import Setting
 from shardwright.measure.topology import Topology
@@ -316,6 +317,7 @@ class Evidence:
     dumps: list[Dump] = field(default_factory=list)
     plans: list[tuple[str, Plan]] = field(default_factory=list)
     models: list[tuple[str, ModelSpec]] = field(default_factory=list)
+    clusters: list[tuple[str, Cluster]] = field(default_factory=list)
     settings: list[Setting] = field(default_factory=list)
     given: Setting | None = None
     traces: list[Any] = field(default_factory=list)

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import yaml  # type: ignore[import-untyped]
 
+from shardwright.cluster import Cluster
 from shardwright.doctor import crash_log, memory_log, message_log, nccl_log, step_log
 from shardwright.doctor.accelerate import is_accelerate, setting_of_accelerate
 from shardwright.doctor.deepspeed import is_deepspeed, setting_of_deepspeed
@@ -218,11 +219,16 @@ def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
     if "model_type" in document and "hidden" in document:
         evidence.models.append((name, ModelSpec.from_toml(data.decode("utf-8"), name)))
         return
+    if "gpus_per_node" in document and "device" in document:
+        evidence.clusters.append((name, Cluster.from_toml(data.decode("utf-8"), name)))
+        return
     for matches, read in DOCUMENTS:
         if matches(document):
             read(evidence, name, document)
             return
-    raise EvidenceError("is TOML of no kind that is known here: give a plan or a torchtitan configuration")
+    raise EvidenceError(
+        "is TOML of no kind that is known here: give a plan, a cluster or a torchtitan configuration"
+    )
 
 
 def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:

@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shardwright.bandwidth_map import MapRecord, Unmeasured
 from shardwright.cluster import Cluster
-from shardwright.doctor.finding import Finding, in_order
+from shardwright.doctor.evidence import Evidence
+from shardwright.doctor.finding import Finding, Source, in_order
+from shardwright.doctor.placement_checks import tp_groups_over
 from shardwright.doctor.rank_lists import ranks_text
 from shardwright.doctor.slow_pairs import pair_findings
 from shardwright.measure.expected import Comparison, against_expected
@@ -17,8 +20,11 @@ from shardwright.units import MiB, format_bandwidth, format_bytes
 NOISY_CURVE = 0.5
 """(90 % - 10 %) / median of the times of large messages from which a curve is worth no conclusion."""
 
+MOST_GROUPS = 64
+"""Groups of ranks that a finding lists."""
+
 WRONG = ("payload", "wrong", "differs", "corrupt")
-"""Words of the reason why something is unmeasured that mean: it came, and was not what was sent."""
+"""Words that say of something unmeasured: it came, and was not what was sent."""
 
 
 def cluster_findings(cluster: Cluster) -> list[Finding]:
@@ -36,37 +42,51 @@ def cluster_findings(cluster: Cluster) -> list[Finding]:
     return in_order(found)
 
 
+def map_findings(evidence: Evidence) -> list[Finding]:
+    """The same of every cluster.toml with a map among the files, and the tp groups of the configurations
+    beside it that leave the islands which that map knows."""
+    found: list[Finding] = []
+    for name, cluster in evidence.clusters:
+        source = Source(name, None, _described(cluster))
+        found += [
+            replace(finding, evidence=(source, *finding.evidence)) for finding in cluster_findings(cluster)
+        ]
+        tiers = pair_speeds(cluster).tiers
+        for setting in evidence.stated if len(tiers) > 1 else ():
+            found += tp_groups_over(setting, cluster.gpus_per_node, tiers, source)
+    return found
+
+
+def _described(cluster: Cluster) -> str:
+    record = cluster.map or MapRecord()
+    parts = (f"{cluster.ranks} x {cluster.device.name}", record.source, record.date)
+    return ", ".join(part for part in parts if part)
+
+
 def _failures(unmeasured: Sequence[Unmeasured]) -> Iterator[Finding]:
-    """Pairs that hang, ranks that are gone, messages that came wrong."""
+    """Groups that hang, ranks that are gone, messages that came wrong."""
     failed = [each for each in unmeasured if each.failed]
-    wrong = [each for each in failed if any(word in each.reason.lower() for word in WRONG)]
+    wrong = [each for each in failed if any(word in f"{each.what} {each.reason}".lower() for word in WRONG)]
     gone = [each for each in failed if each not in wrong and len(each.ranks) == 1]
     hung = [each for each in failed if each not in wrong and each not in gone]
-    if wrong:
-        yield _failure("wrong_payload", wrong, "what arrived is not what was sent")
-    if gone:
-        yield _failure("rank_gone", gone, "did not answer")
-    if hung:
-        yield _failure("pair_hangs", hung, "did not come through")
+    for cause, part in (("wrong_payload", wrong), ("rank_gone", gone), ("link_hangs", hung)):
+        if part:
+            yield _failure(cause, part)
 
 
-def _failure(cause: str, failed: Sequence[Unmeasured], words: str) -> Finding:
+def _failure(cause: str, failed: Sequence[Unmeasured]) -> Finding:
     """One finding for all failures of a kind; ranks that all of them have in common are the suspects."""
     counts = Counter(rank for each in failed for rank in set(each.ranks))
     common = {rank for rank, count in counts.items() if count == len(failed)}
-    sole = common if len(failed) > 1 and common else set(counts)
-    others = set(counts) - sole
-    share = f"; {ranks_text(sole)} is in all of them" if others and len(sole) == 1 else ""
-    first = failed[0]
+    blamed = common if len(failed) > 1 and common else set(counts)
+    more = f"; {len(failed) - 1} more like it" if len(failed) > 1 else ""
+    shared = f"; {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'} in all of them"
     return Finding(
         cause,
         "certain",
-        f"{first.what} {words}: {first.reason}"
-        + (f"; so did not {len(failed) - 1} more" if cause == "pair_hangs" and len(failed) > 1 else "")
-        + (f"; {len(failed) - 1} more" if cause != "pair_hangs" and len(failed) > 1 else "")
-        + share,
-        tuple(sorted(sole)),
-        numbers={"failed": len(failed), "pairs": [list(each.ranks) for each in failed[:64]]},
+        f"{failed[0].what}: {failed[0].reason}{more}{shared if blamed < set(counts) else ''}",
+        tuple(sorted(blamed)),
+        numbers={"failed": len(failed), "groups": [list(each.ranks) for each in failed[:MOST_GROUPS]]},
     )
 
 

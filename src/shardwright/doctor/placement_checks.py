@@ -1,12 +1,13 @@
 """Which ranks of a tensor-parallel group sit on which nodes, by the order of the mesh."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
 from shardwright.doctor.finding import Finding, Source
 from shardwright.doctor.setting import Setting
+from shardwright.measure.islands import Tier
 from shardwright.units import format_bandwidth
 
 USUAL_NODE = 8
@@ -121,6 +122,31 @@ def _slower_level(setting: Setting, tp: int, groups: list[list[int]]) -> Iterato
             numbers={"tp": tp, "fast_ranks": fast.ranks, "groups_across": len(spanning)},
         )
         return
+
+
+def tp_groups_over(setting: Setting, node: int, tiers: Sequence[Tier], source: Source) -> Iterator[Finding]:
+    """Tensor-parallel groups inside nodes of ``node`` devices that leave the islands of a bandwidth map."""
+    tp, degrees = setting.tp or 1, degrees_of(setting)
+    if tp == 1 or degrees is None:
+        return
+    island = {device: number for number, group in enumerate(tiers[0].groups) for device in group}
+    groups = [group for group in groups_of(degrees, "tp") if len({rank // node for rank in group}) == 1]
+    leaving = [group for group in groups if len({island.get(rank % node) for rank in group}) > 1]
+    if not leaving:
+        return
+    most = max(map(len, tiers[0].groups))
+    fast, slow = ("" if t.bandwidth is None else f" ({format_bandwidth(t.bandwidth)})" for t in tiers[:2])
+    yield Finding(
+        "tp_across_nodes",
+        "certain",
+        f"tp={tp}: {len(leaving)} of {len(groups)} groups leave the fastest links of a node{fast}, for example "
+        f"ranks {_short(leaving[0])}: at most {most} devices have these among them, the others have slower "
+        f"ones{slow}",
+        (),
+        (setting.source, source),
+        (f"use tp of at most {most}",),
+        numbers={"tp": tp, "fast_ranks": most, "groups_across": len(leaving), "example": leaving[0][:16]},
+    )
 
 
 def placement_by_hosts(setting: Setting, hosts: Mapping[int, str], source: Source) -> Iterator[Finding]:

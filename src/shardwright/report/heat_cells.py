@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 MOST_RANKS = 32
 """Ranks up to which each has a row; beyond, nodes have."""
 
+SPAN = 2.0
+"""Ratio of the ends of the scale of colours, at least."""
+
 
 class Cell(NamedTuple):
     """One place of the map: ``bandwidth`` [B/s] and ``latency`` [s] are medians of ``pairs`` directions,
@@ -32,9 +35,11 @@ class Cells(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        """Slowest and fastest bandwidth [B/s]."""
+        """Ends of the scale of colours [B/s]: slowest and fastest, a factor of ``SPAN`` at least, so that
+        chance does not look like a fault."""
         rates = [cell.bandwidth for cell in self.cells.values()]
-        return min(rates, default=1.0), max(rates, default=1.0)
+        high = max(rates, default=1.0)
+        return min(min(rates, default=1.0), high / SPAN), high
 
     def label(self, row: int) -> str:
         """The first rank or node of a row."""

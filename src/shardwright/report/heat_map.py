@@ -101,7 +101,7 @@ def _legend(cells: Cells, low: float, high: float) -> Text:
     made = Text(" " * MARGIN)
     for step in range(9):
         made.append(" ", Style(bgcolor=colour_at(step / 8)))
-    made.append(f" {format_bandwidth(low)} to {format_bandwidth(high)};  ")
+    made.append(f" {figure(low / 1e9)} to {figure(high / 1e9)} GB/s;  ")
     made.append(f"! below {SLOW:.0%} of what is usual, ? not measured")
     if cells.noun != "rank":
         made.append("; colours and figures are of the median pair, ! and tenths of the worst")

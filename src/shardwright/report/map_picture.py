@@ -143,10 +143,9 @@ def _drawn(cells: Cells, grid: Grid) -> Iterator[str]:
             title = escape(_title(cells, row, column, cell))
             yield f'<rect {box} fill="{colour_at(place)}"><title>{title}</title></rect>'
             if side >= READABLE - 1:
-                yield (
-                    f'<text x="{x + side / 2}" y="{y + side / 2 + 4}" text-anchor="middle" font-size="11" '
-                    f'pointer-events="none" style="fill:{ink_on(place)}">{figure(cell.bandwidth / 1e9)}</text>'
-                )
+                look = f'font-size="11" pointer-events="none" style="fill:{ink_on(place)}"'
+                middle = f'x="{x + side / 2}" y="{y + side / 2 + 4}" text-anchor="middle"'
+                yield f"<text {middle} {look}>{figure(cell.bandwidth / 1e9)}</text>"
             if cell.share < SLOW:
                 inner = f'x="{x + 1}" y="{y + 1}" width="{side - 2}" height="{side - 2}"'
                 marked.append(
@@ -174,9 +173,9 @@ def _legend(cells: Cells) -> Iterator[str]:
             colour = colour_at(step / (LEGEND_STEPS - 1))
             yield f'<rect x="{step * wide:.1f}" y="0" width="{wide + 0.5:.1f}" height="14" fill="{colour}"/>'
         for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-            rate = format_bandwidth(low * (high / low) ** share)
+            rate = figure(low * (high / low) ** share / 1e9)
             x = share * LEGEND_WIDTH
-            yield f'<text x="{x}" y="30" text-anchor="{anchor}">{rate}</text>'
+            yield f'<text x="{x}" y="30" text-anchor="{anchor}">{rate} GB/s</text>'
     x = LEGEND_WIDTH + 24
     yield f'<rect x="{x}" y="1" width="12" height="12" fill="none" stroke="{MARK}" stroke-width="2.5"/>'
     worst = "a pair " if cells.noun != "rank" else ""

@@ -52,7 +52,9 @@ def map_findings(evidence: Evidence) -> list[Finding]:
             replace(finding, evidence=(source, *finding.evidence)) for finding in cluster_findings(cluster)
         ]
         tiers = pair_speeds(cluster).tiers
-        for setting in evidence.stated if len(tiers) > 1 else ():
+        sizes = {len(group) for group in tiers[0].groups} if len(tiers) > 1 else set()
+        known = tiers and (tiers[0].known_by == "topology" or (len(sizes) == 1 and min(sizes) > 1))
+        for setting in evidence.stated if len(sizes) and known else ():
             found += tp_groups_over(setting, cluster.gpus_per_node, tiers, source)
     return found
 

@@ -139,9 +139,9 @@ def tp_groups_over(setting: Setting, node: int, tiers: Sequence[Tier], source: S
     yield Finding(
         "tp_across_nodes",
         "certain",
-        f"tp={tp}: {len(leaving)} of {len(groups)} groups leave the fastest links of a node{fast}, for example "
-        f"ranks {_short(leaving[0])}: at most {most} devices have these among them, the others have slower "
-        f"ones{slow}",
+        f"tp={tp}: {len(leaving)} of {len(groups)} groups leave the fastest links of a node{fast}, for "
+        f"example ranks {_short(leaving[0])}: at most {most} devices have these among them, the others have "
+        f"slower ones{slow}",
         (),
         (setting.source, source),
         (f"use tp of at most {most}",),

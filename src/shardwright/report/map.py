@@ -167,11 +167,8 @@ def _islands(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         listed = "  ".join(_span(group) for group in groups[:MOST_GROUPS])
         more = f"  and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
         rate = "-" if tier["bandwidth"] is None else format_bandwidth(tier["bandwidth"])
-        first = tier is document["islands"][0]
         made.add_row(
-            (tier["link"] or "the fastest") + ("" if first else " or faster")
-            if tier["link"] or first
-            else "all of these",
+            _tier_name(tier, first=tier is document["islands"][0]),
             rate,
             str(max(map(len, groups))),
             listed + more,
@@ -181,6 +178,12 @@ def _islands(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         first = document["islands"][0]
         most = max(map(len, first["groups"]))
         yield Text(f"at full speed tp is at most {most}; a larger group goes at the pace of its slowest pair")
+
+
+def _tier_name(tier: Mapping[str, Any], *, first: bool) -> str:
+    if not tier["link"]:
+        return "the fastest" if first else "slower ones too"
+    return str(tier["link"]) if first else f"{tier['link']} or faster"
 
 
 def _span(ranks: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
+from shardwright.doctor.bandwidth import bandwidth_findings
 from shardwright.doctor.checkpoint import checkpoint_findings
 from shardwright.doctor.evidence import Evidence, Timeout
 from shardwright.doctor.finding import Finding, Source, causes, in_order
@@ -26,6 +27,7 @@ KINDS: tuple[Callable[[Evidence], list[Finding]], ...] = (
     slow_findings,
     checkpoint_findings,
     topology_findings,
+    bandwidth_findings,
     map_findings,
 )
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 from shardwright.cluster import Cluster
 from shardwright.doctor.finding import Source
 from shardwright.doctor.setting import Setting
+from shardwright.measure.nccl_tests import Table
+from shardwright.measure.pair_table import PairList
 from shardwright.measure.topology import Topology
 from shardwright.model import ModelSpec
 from shardwright.planfile import Plan
@@ -323,6 +325,8 @@ class Evidence:
     traces: list[Any] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     topologies: list[Topology] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    pair_lists: list[PairList] = field(default_factory=list)
     listing: list[str] = field(default_factory=list)  # names of files in folders that were given
     notes: list[tuple[str, str]] = field(default_factory=list)
     inputs: list[tuple[str, str]] = field(default_factory=list)

@@ -43,6 +43,8 @@ from shardwright.doctor.trainer import is_trainer, setting_of_trainer
 from shardwright.errors import EvidenceError, ShardwrightError
 from shardwright.hf_config import model_from_config
 from shardwright.measure.files import decoded
+from shardwright.measure.nccl_tests import is_nccl_table, read_tables
+from shardwright.measure.pair_table import is_pair_list, read_pair_list
 from shardwright.measure.topology import has_matrix, read_topologies
 from shardwright.measure.topology_xml import is_topology_xml, read_topology_xml
 from shardwright.model import ModelSpec
@@ -242,6 +244,12 @@ def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
     if is_topology_xml(head):
         text = decoded(reader.read(LARGEST_DOCUMENT))
         evidence.topologies += read_topology_xml(text, name)
+        return
+    if is_nccl_table(head):
+        evidence.tables += read_tables(decoded(reader.read(LARGEST_DOCUMENT)), name)
+        return
+    if is_pair_list(head):
+        evidence.pair_lists.append(read_pair_list(decoded(reader.read(LARGEST_DOCUMENT)), name))
         return
     _read_setting(evidence, name, head)
     fault = _read_topologies(evidence, name, head)

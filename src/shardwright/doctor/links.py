@@ -35,8 +35,7 @@ def cluster_findings(cluster: Cluster) -> list[Finding]:
     found = [*_failures(record.unmeasured), *_scattered(cluster, record), *pair_findings(cluster, speeds)]
     found += _noisy_curves(cluster)
     compared = against_expected(cluster, speeds)
-    below = list(_below(compared))
-    found += below
+    found += below_expected(compared)
     if compared and not found:
         found.append(_healthy(compared))
     return in_order(found)
@@ -131,7 +130,7 @@ def _noisy_curves(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _below(compared: Sequence[Comparison]) -> Iterator[Finding]:
+def below_expected(compared: Sequence[Comparison]) -> Iterator[Finding]:
     """Levels of links on which something is below what the hardware gives, the worst of each."""
     for level in dict.fromkeys(each.level for each in compared):
         mine = [each for each in compared if each.level == level]
@@ -155,6 +154,11 @@ def _below(compared: Sequence[Comparison]) -> Iterator[Finding]:
                 "verdict": worst.verdict,
             },
         )
+
+
+def comparison_findings(compared: Sequence[Comparison]) -> list[Finding]:
+    """What is below what the hardware gives, or that nothing is."""
+    return list(below_expected(compared)) or [_healthy(compared)]
 
 
 def _healthy(compared: Sequence[Comparison]) -> Finding:

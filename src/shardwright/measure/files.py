@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster import Cluster, Device
+from shardwright.bandwidth_map import MapRecord
+from shardwright.cluster import Cluster, Device, device
 from shardwright.errors import EvidenceError, ShardwrightError
+from shardwright.measure.nccl_tests import Table, is_nccl_table, read_tables
+from shardwright.measure.pair_table import PairList, is_pair_list, read_pair_list
+from shardwright.measure.table_curves import UNKNOWN_DEVICE, tables_cluster
 from shardwright.measure.topology import Topology, has_matrix, read_topologies
 from shardwright.measure.topology_cluster import cluster_of_topologies
 from shardwright.measure.topology_xml import is_topology_xml, read_topology_xml
@@ -27,6 +31,8 @@ class Parts:
 
     topologies: list[Topology] = field(default_factory=list)
     clusters: list[Cluster] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    pairs: list[PairList] = field(default_factory=list)
 
 
 def _add_topologies(text: str, name: str, parts: Parts) -> None:
@@ -41,6 +47,14 @@ def _add_cluster(text: str, name: str, parts: Parts) -> None:
     parts.clusters.append(Cluster.from_toml(text, name))
 
 
+def _add_tables(text: str, name: str, parts: Parts) -> None:
+    parts.tables += read_tables(text, name)
+
+
+def _add_pairs(text: str, name: str, parts: Parts) -> None:
+    parts.pairs.append(read_pair_list(text, name))
+
+
 def _is_cluster(text: str) -> bool:
     return "gpus_per_node" in text and "[device]" in text
 
@@ -49,6 +63,8 @@ READERS: tuple[tuple[Callable[[str], bool], Callable[[str, str, Parts], None]], 
     (is_topology_xml, _add_xml),
     (_is_cluster, _add_cluster),
     (has_matrix, _add_topologies),
+    (is_nccl_table, _add_tables),
+    (is_pair_list, _add_pairs),
 )
 """Kinds of content, and who reads them: a file may be of several."""
 
@@ -69,15 +85,44 @@ def read_cluster(
             _read(path, parts)
         except ShardwrightError as fault:
             refused.append({"file": path, "reason": str(fault)})
-    if not parts.topologies and not parts.clusters:
+    if not (parts.topologies or parts.clusters or parts.tables or parts.pairs):
         reasons = "; ".join(each["reason"] for each in refused)
-        raise EvidenceError(reasons or "map --from needs files: give printouts of nvidia-smi topo -m")
-    if parts.clusters and base is None:
-        base = parts.clusters[0]
-    if not parts.topologies:
-        assert base is not None
-        return base, refused
-    return cluster_of_topologies(parts.topologies, kind, nodes, base), refused
+        raise EvidenceError(
+            reasons or "map --from needs files: give printouts of nvidia-smi topo -m or tables of nccl-tests"
+        )
+    cluster = base or next(iter(parts.clusters), None)
+    if parts.topologies:
+        cluster = cluster_of_topologies(parts.topologies, kind, nodes, cluster)
+    if parts.tables:
+        cluster = _with_tables(parts.tables, kind, cluster)
+    return cluster or _of_pairs(parts.pairs, kind), refused
+
+
+def _with_tables(tables: Sequence[Table], kind: Device | None, known: Cluster | None) -> Cluster:
+    """``known`` with what was measured, or a cluster of that alone."""
+    measured = tables_cluster(tables, kind, known)
+    if known is None or known.map is None or measured.map is None:
+        return measured
+    sources = f"{known.map.source}; {measured.map.source}"
+    record = known.map.model_copy(update={"source": sources, "hosts": measured.map.hosts})
+    return measured.model_copy(update={"map": record, "assumed": (*known.assumed, *measured.assumed)})
+
+
+def _of_pairs(lists: Sequence[PairList], kind: Device | None) -> Cluster:
+    """A node for each name: lists of pairs say who is slow, and of what a cluster is made nothing."""
+    names = sorted({name for pairs in lists for pair in pairs.values for name in pair})
+    known = kind or device(UNKNOWN_DEVICE, fitted=True)
+    each = known.gpus_per_node
+    assumed = [f"gpus_per_node={each}"]
+    if kind is None:
+        assumed.append(f"device={known.name}: lists of pairs name none; name one with --kind")
+    record = MapRecord(
+        source=f"pairs: {', '.join(Path(pairs.name).name for pairs in lists)}",
+        hosts=tuple(name for name in names for _ in range(each)),
+    )
+    return Cluster(
+        ranks=each * len(names), gpus_per_node=each, device=known, assumed=tuple(assumed), map=record
+    )
 
 
 def _read(path: str, parts: Parts) -> None:
@@ -86,7 +131,8 @@ def _read(path: str, parts: Parts) -> None:
     readers = [read for matches, read in READERS if matches(text)]
     if not readers:
         raise EvidenceError(
-            f"{path} is no kind that is read here: give nvidia-smi topo -m, NCCL's topology as XML or a map"
+            f"{path} is no kind that is read here: give nvidia-smi topo -m, a table of nccl-tests, a list of "
+            "pairs, NCCL's topology as XML or a map"
         )
     for read in readers:
         read(text, path, parts)

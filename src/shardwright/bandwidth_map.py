@@ -88,6 +88,27 @@ class Unmeasured(Description):
     failed: bool = False
 
 
+class DevicePoint(Description):
+    """One operation measured on a device, beside what the step-time model says of it.
+
+    ``shape``: of a product rows, columns, inner dim; of attention query heads, key heads, sequence, head
+    size; of a copy its bytes; of the optimizer parameters; of a launch nothing. ``rate`` in FLOP/s or B/s; of
+    a launch 0.
+    """
+
+    error: ClassVar[type[ShardwrightError]] = ClusterError
+    noun: ClassVar[str] = "device_point"
+
+    what: Literal["product", "attention_forward", "attention_backward", "copy", "optimizer", "launch"]
+    name: str
+    shape: tuple[PositiveInt, ...] = ()
+    precision: str = ""
+    time: Seconds = Field(gt=0, description="median of one call")
+    spread: float = Field(default=0.0, ge=0, description="(90 % - 10 %) / median")
+    rate: float = Field(default=0.0, ge=0)
+    predicted: Seconds = Field(default=0.0, ge=0, description="with the constants fitted here")
+
+
 class MapRecord(Description):
     """How a bandwidth map came about, with everything in it that no plan needs.
 
@@ -107,3 +128,4 @@ class MapRecord(Description):
     numa: tuple[str, ...] = Field(default=(), description="NUMA affinity of each device of the node")
     nics: tuple[Nic, ...] = ()
     unmeasured: tuple[Unmeasured, ...] = ()
+    device_points: tuple[DevicePoint, ...] = ()

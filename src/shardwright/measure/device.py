@@ -12,14 +12,12 @@ import torch.distributed as dist
 
 from shardwright.cluster import Cluster
 from shardwright.job import Job
+from shardwright.measure.call_time import SECONDS_EACH, timing
 from shardwright.model import ModelSpec
 from shardwright.plan.compute import BACKWARD_ATTENTION
 from shardwright.run.dp import PRECISION_DTYPE
 from shardwright.run.kernels import causal_attention
 from shardwright.run.launch import run_ranks
-
-SECONDS_EACH = 0.25
-"""Time spent on each measurement, at least three repeats."""
 
 LINK_BYTES = 4 * 2**20
 """Payload of the bandwidth measurement; the latency measurement sends 8 B."""
@@ -58,15 +56,8 @@ def measured_cluster(model: ModelSpec, job: Job, cluster: Cluster) -> Cluster:
 
 
 def repeat_time(function: Callable[[], Any], seconds: float = SECONDS_EACH) -> float:
-    """Median time of one call [s], after one warm-up."""
-    function()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    """Median time of one call on the CPU [s], after one warm-up."""
+    return timing(function, torch.device("cpu"), seconds).time
 
 
 def _measure_rank(model: ModelSpec, job: Job) -> dict[str, float]:

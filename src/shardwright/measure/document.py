@@ -1,6 +1,8 @@
 """A bandwidth map as `map --json` prints it."""
 
 from collections.abc import Mapping, Sequence
+from math import log
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,8 @@ def map_document(
             tier._asdict() | {"groups": [list(group) for group in tier.groups]} for tier in speeds.tiers
         ],
         "expected": [each._asdict() | {"ratio": each.ratio} for each in against_expected(cluster, speeds)],
+        "device_points": [point.model_dump(mode="json") for point in record.device_points],
+        "device_residual": _residual(record),
         "unmeasured": [each.model_dump(mode="json") for each in record.unmeasured],
         "refused": [dict(each) for each in refused],
         "findings": [dict(finding) for finding in findings],
@@ -48,6 +52,12 @@ def map_document(
         or any(each.failed for each in record.unmeasured),
         "assumed": list(cluster.assumed),
     }
+
+
+def _residual(record: MapRecord) -> dict[str, float] | None:
+    """Median and largest of |ln(predicted / measured)| over the operations of a device."""
+    errors = [abs(log(p.predicted / p.time)) for p in record.device_points if p.predicted > 0]
+    return {"median": median(errors), "largest": max(errors)} if errors else None
 
 
 def level_of(members: Sequence[int], cluster: Cluster) -> str:

@@ -20,7 +20,7 @@ from shardwright.units import format_bandwidth
 SLOW = 0.75
 """Share of what is usual for its kind below which a pair is slow."""
 
-MARGIN = 1.5
+MARGIN = 2.0
 """Standard deviations between the slowest that chance makes of so many pairs and what is called slow."""
 
 SLOWEST = 0.1

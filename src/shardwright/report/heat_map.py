@@ -9,7 +9,7 @@ from rich.text import Text
 
 from shardwright.report.heat_cells import Cell, Cells, cells_of
 from shardwright.report.heat_colours import colour_at, ink_on, place_of
-from shardwright.units import format_bandwidth, format_time
+from shardwright.units import format_time
 
 SLOW = 0.75
 """Share of what is usual for a kind of pair below which a cell is marked."""
@@ -38,7 +38,7 @@ class HeatMap:
         yield Text(
             f"of {sum(cell.pairs for cell in cells.cells.values()):,} measured directions the lowest is "
             f"{slowest.share:.0%} of what is usual for its kind ({slowest.kind}: "
-            f"{format_bandwidth(slowest.slowest)}); small messages take {format_time(min(latencies))} to "
+            f"{figure(slowest.slowest / 1e9)} GB/s); small messages take {format_time(min(latencies))} to "
             f"{format_time(max(latencies))}"
         )
 
@@ -53,7 +53,7 @@ def heat_map(cells: Cells, *, figures: bool) -> RenderableType:
     width = FIGURE if figures else TENTH
     low, high = cells.range
     unit = "GB/s" if figures else "in tenths of what is usual for the kind of pair (9: from 90 %)"
-    what = f"\nbandwidth from each {cells.noun} (row) to each (column), {unit}"
+    what = f"bandwidth from each {cells.noun} (row) to each (column), {unit}"
     made = Text(" " * MARGIN, no_wrap=True)
     for column in range(cells.size):
         made.append(_gap(cells, column, "  "))

@@ -7,10 +7,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from shardwright.report.doctor import finding_lines
-from shardwright.report.heat_map import HeatMap
+from shardwright.report.heat_map import HeatMap, figure
 from shardwright.report.tables import table
 from shardwright.report.terminal import EIGHTHS_UP
-from shardwright.units import format_bandwidth, format_bytes, format_time
+from shardwright.units import GiB, KiB, MiB, format_bandwidth, format_time
 
 MOST_CLASSES = 32
 """Devices of which the classes of links are printed as a matrix."""
@@ -31,18 +31,12 @@ LOCAL = ("PIX", "PXB")
 
 def map_report(document: Mapping[str, Any]) -> RenderableType:
     """What was measured or read: pairs, classes, links, curves, tp groups, NICs, what is at fault."""
-    return Group(
-        _head(document),
-        *_pairs(document),
-        *_classes(document),
-        _links(document),
-        *_curves(document),
-        *_islands(document),
-        *_nics(document),
-        *_expected(document),
-        *_unmeasured(document),
-        *_findings(document),
+    parts = (
+        *(_pairs(document), _classes(document), _links(document), _curves(document), _islands(document)),
+        *(_nics(document), _expected(document), _unmeasured(document), _findings(document)),
     )
+    shown = [section for section in map(list, parts) if section]
+    return Group(_head(document), *(line for section in shown for line in (Text(""), *section)))
 
 
 def _head(document: Mapping[str, Any]) -> RenderableType:
@@ -65,7 +59,7 @@ def _pairs(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield HeatMap(document)
     kinds = table("pairs by kind of link", "kind", "measured", "usual", "median", "slowest", "latency")
     for row in document["pair_kinds"]:
-        rates = (format_bandwidth(row[key]) for key in ("usual", "median", "slowest"))
+        rates = (f"{figure(row[key] / 1e9)} GB/s" for key in ("usual", "median", "slowest"))
         kinds.add_row(row["kind"], f"{row['measured']:,}", *rates, format_time(row["latency"]))
     yield kinds
 
@@ -77,7 +71,7 @@ def _classes(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     if not read or not rows or len(rows) > MOST_CLASSES:
         return
     width = max(max(len(name) for row in rows for name in row), len(str(len(rows) - 1))) + 1
-    made = Text("\nclasses of links between the devices of a node\n", style="bold", no_wrap=True)
+    made = Text("classes of links between the devices of a node\n", style="bold", no_wrap=True)
     heads = "".join(f"{number:>{width}}" for number in range(len(rows)))
     made.append(f"{'':>4}{heads}\n", style="not bold dim")
     for number, row in enumerate(rows):
@@ -86,7 +80,7 @@ def _classes(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield made
 
 
-def _links(document: Mapping[str, Any]) -> RenderableType:
+def _links(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     made = table("links", "level", "ranks", "bandwidth", "latency", "small", "known by")
     made.columns[-1].justify = "left"
     for link in document["links"]:
@@ -99,7 +93,7 @@ def _links(document: Mapping[str, Any]) -> RenderableType:
             format_time(link["small_latency"]),
             known,
         )
-    return made
+    yield made
 
 
 def _curves(document: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -128,7 +122,7 @@ class CurveTable:
         sizes = sorted({size for curve in self.curves for size in curve["sizes"]}, reverse=True)
         step = max(1, len(sizes) // count)
         picked = sorted(sizes[::step][:count])
-        heads = [format_bytes(size).replace(".00", "") for size in picked]
+        heads = [_size(size) for size in picked]
         columns = ("collective", "ranks", "level", "from small to large", *heads, "spread")
         made = table("bus bandwidth by size [GB/s]", *columns, text_columns=4)
         made.columns[1].justify = "right"
@@ -139,6 +133,14 @@ class CurveTable:
             line = curve_line(curve["bus_bandwidths"])
             made.add_row(curve["collective"], _group(curve), curve["kind"], line, *figures, spread)
         yield made
+
+
+def _size(size: float) -> str:
+    """A size of the kind that is measured: 4 KiB, 256 MiB, 1 GiB."""
+    for unit, scale in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if size >= scale:
+            return f"{size / scale:.4g} {unit}"
+    return f"{size:.4g} B"
 
 
 def curve_line(values: Sequence[float], width: int = 20) -> str:
@@ -236,8 +238,7 @@ def _expected(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         if measured and document["device_kind"] == "cpu":
             yield Text("measured against expected: of CPU ranks (gloo) nothing is expected", "dim")
         elif measured:
-            unknown = f"nothing comparable is known of the links of {document['device']}"
-            yield Text(f"measured against expected: {unknown}", "dim")
+            yield Text("measured against expected: of these links nothing is known to compare with", "dim")
         return
     made = table(
         "measured against what the devices' links give",
@@ -252,7 +253,7 @@ def _expected(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     for row in document["expected"]:
         made.add_row(
             row["what"],
-            format_bytes(row["size"]) if row["size"] else "large",
+            _size(row["size"]) if row["size"] else "large",
             format_bandwidth(row["measured"]),
             format_bandwidth(row["expected"]),
             f"{row['ratio']:.0%}",
@@ -265,7 +266,7 @@ def _unmeasured(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     cells = sorted(document["unmeasured"], key=lambda each: not each["failed"])
     if not cells:
         return
-    yield Text("\nnot measured", style="bold")
+    yield Text("not measured", style="bold")
     for each in cells[:MOST_UNMEASURED]:
         style = "red" if each["failed"] else ""
         yield Text(f"  {'FAILED ' if each['failed'] else ''}{each['what']}: {each['reason']}", style=style)
@@ -274,7 +275,6 @@ def _unmeasured(document: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _findings(document: Mapping[str, Any]) -> Iterator[RenderableType]:
-    yield Text("")
     for finding in document["findings"]:
         yield from finding_lines(finding)
     for refused in document["refused"]:

@@ -187,7 +187,7 @@ def _legend(cells: Cells) -> Iterator[str]:
 def _notes(document: Mapping[str, Any], cells: Cells) -> list[str]:
     """What is usual of each kind of pair, and what was found."""
     notes = [
-        f"{row['kind']}: usual {format_bandwidth(row['usual'])}, slowest {format_bandwidth(row['slowest'])}, "
+        f"{row['kind']}: usual {figure(row['usual'] / 1e9)} GB/s, slowest {figure(row['slowest'] / 1e9)}, "
         f"small messages {format_time(row['latency'])} ({row['measured']:,} measured)"
         for row in document["pair_kinds"]
     ]

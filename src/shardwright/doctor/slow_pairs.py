@@ -23,6 +23,9 @@ SLOW = 0.75
 MARGIN = 2.0
 """Standard deviations between the slowest that chance makes of so many pairs and what is called slow."""
 
+ONE_WAY = 2 / 3
+"""Share of the other direction below which one is slow: of two measurements both have noise."""
+
 SLOWEST = 0.1
 """Share below which a pair is slow whatever the noise."""
 
@@ -108,7 +111,8 @@ def pair_findings(cluster: Cluster, speeds: PairSpeeds) -> Iterator[Finding]:
     noise = noise_of(lines)
     limit = limit_of(noise, len(lines.a))
     judge = _Judge(cluster, limit)
-    found = list(judge.directions(lines, limit_of(noise * float(np.sqrt(2)), len(lines.a))))
+    one_way = min(ONE_WAY, limit_of(noise * float(np.sqrt(2)), len(lines.a)))
+    found = list(judge.directions(lines, one_way))
     if np.any(lines.best < limit):
         found += [*judge.inside(lines), *judge.between(lines)]
     yield from found

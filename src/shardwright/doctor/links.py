@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwright.bandwidth_map import MapRecord, Unmeasured
+from shardwright.bandwidth_map import Curve, MapRecord, Unmeasured
 from shardwright.cluster import Cluster
 from shardwright.doctor.evidence import Evidence
 from shardwright.doctor.finding import Finding, Source, in_order
@@ -112,22 +112,24 @@ def _scattered(cluster: Cluster, record: MapRecord) -> Iterator[Finding]:
 
 def _noisy_curves(cluster: Cluster) -> Iterator[Finding]:
     """Curves whose large messages take now this long, now that."""
+    found: list[tuple[float, Curve]] = []
     for curve in cluster.curves:
-        large = [
-            (spread, size) for spread, size in zip(curve.spread, curve.sizes, strict=False) if size >= MiB
-        ]
-        typical = float(np.median([spread for spread, _ in large])) if large else 0.0
-        if typical <= NOISY_CURVE:
-            continue
-        spread, size = max(large)
-        yield Finding(
-            "links_noisy",
-            "cannot_tell",
-            f"{curve.collective} of {curve.ranks} ranks: at {format_bytes(size)} a tenth of the calls "
-            f"differ by {spread:.0%} of the median from another tenth ({typical:.0%} over "
-            "its large messages)",
-            numbers={"spread": typical, "collective": curve.collective, "ranks": curve.ranks},
-        )
+        pairs = zip(curve.spread, curve.sizes, strict=False)
+        large = [spread for spread, size in pairs if size >= MiB]
+        typical = float(np.median(large)) if large else 0.0
+        if typical > NOISY_CURVE:
+            found.append((typical, curve))
+    if not found:
+        return
+    spread, worst = max(found, key=lambda each: each[0])
+    yield Finding(
+        "links_noisy",
+        "cannot_tell",
+        f"{len(found)} of {len(cluster.curves)} curves: the fastest and the slowest tenth of calls with large "
+        f"messages differ by more than {NOISY_CURVE:.0%} of the median; most in {worst.collective} of "
+        f"{worst.ranks} ranks ({spread:.0%})",
+        numbers={"spread": spread, "curves": [[each.collective, each.ranks] for _, each in found]},
+    )
 
 
 def below_expected(compared: Sequence[Comparison]) -> Iterator[Finding]:

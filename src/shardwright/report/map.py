@@ -129,7 +129,7 @@ class CurveTable:
         for curve in self.curves:
             rates = dict(zip(curve["sizes"], curve["bus_bandwidths"], strict=True))
             spread = f"{max(curve['spread']):.0%}" if curve["spread"] else "-"
-            figures = (f"{rates[size] / 1e9:,.1f}" if size in rates else "-" for size in picked)
+            figures = (figure(rates[size] / 1e9) if size in rates else "-" for size in picked)
             line = curve_line(curve["bus_bandwidths"])
             made.add_row(curve["collective"], _group(curve), curve["kind"], line, *figures, spread)
         yield made
@@ -168,7 +168,7 @@ def _islands(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         groups = [group for group in tier["groups"] if len(group) > 1]
         listed = "  ".join(_span(group) for group in groups[:MOST_GROUPS])
         more = f"  and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
-        rate = "-" if tier["bandwidth"] is None else format_bandwidth(tier["bandwidth"])
+        rate = "-" if tier["bandwidth"] is None else f"{figure(tier['bandwidth'] / 1e9)} GB/s"
         made.add_row(
             _tier_name(tier, first=tier is document["islands"][0]),
             rate,

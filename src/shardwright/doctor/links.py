@@ -125,7 +125,7 @@ def _noisy_curves(cluster: Cluster) -> Iterator[Finding]:
     yield Finding(
         "links_noisy",
         "cannot_tell",
-        f"{len(found)} of {len(cluster.curves)} curves: the fastest and the slowest tenth of calls with large "
+        f"{len(found)} of {len(cluster.curves)} curves: the fastest and slowest tenth of calls with large "
         f"messages differ by more than {NOISY_CURVE:.0%} of the median; most in {worst.collective} of "
         f"{worst.ranks} ranks ({spread:.0%})",
         numbers={"spread": spread, "curves": [[each.collective, each.ranks] for _, each in found]},

@@ -24,6 +24,7 @@ GROUPS = {
     "G": "pipelines",
     "H": "experts",
     "L": "lines of logs",
+    "N": "tables",
     "T": "topologies",
 }
 

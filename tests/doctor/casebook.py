@@ -51,7 +51,7 @@ def files_of(case: Case, folder: Path) -> list[str]:
         if lines is None:
             return [str(source)]
         text = source.read_text(encoding="utf-8").splitlines(keepends=True)
-        path = folder / artefact
+        path = folder / Path(artefact).name
         path.write_text("".join(text[lines[0] - 1 : lines[1]]), encoding="utf-8")
         return [str(path)]
     found = []
@@ -94,6 +94,8 @@ def verdict(case: Case, document: Mapping[str, Any]) -> tuple[str, str]:
     for name, value in entry.get("numbers", {}).items():
         if not _agrees(finding["numbers"].get(name), value):
             return "wrong", f"{name} is {finding['numbers'].get(name)}, not {value}"
+    if "action" in entry and not any(each.startswith(entry["action"]) for each in finding["actions"]):
+        return "wrong", f"says to do {finding['actions']}"
     if finding["certainty"] == "cannot_tell":
         told = entry.get("certainty") == "cannot_tell" and bool(finding["collect"])
         return ("cannot tell" if told else "wrong"), finding["summary"]

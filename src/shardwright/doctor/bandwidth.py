@@ -26,11 +26,17 @@ from shardwright.units import KiB, format_bandwidth, format_bytes, format_time
 IMPOSSIBLY_SLOW = 0.1
 """Share of what the hardware gives below which a figure is no slow link but something else."""
 
+NETWORK_IMPOSSIBLY_SLOW = 0.01
+"""The same between nodes, which may have one NIC for all devices, and a slow one."""
+
 CHUNK = 128 * KiB
 """What NCCL passes on at a time over the network. Source: NVIDIA/nccl#2409, chunk of 128 KiB a step."""
 
 BRIDGED = 2.0
 """Times the bandwidth of PCIe above which two cards are joined by an NVLink bridge."""
+
+PEERS_SLOWER = 1.2
+"""Times that a run through host memory is faster before peer-to-peer is called slower."""
 
 CAUSE_OF_FAULT = {"wrong_results": "wrong_results", "wrong_unit": "table_wrong_unit"}
 
@@ -41,8 +47,10 @@ def bandwidth_findings(evidence: Evidence) -> list[Finding]:
     """What tables and lists of pairs say."""
     found: list[Finding] = []
     kind = _given_device(evidence)
-    for table in evidence.tables:
-        found += _of_table(judge(table), kind)
+    judged = [judge(table) for table in evidence.tables]
+    for table in judged:
+        found += _of_table(table, kind)
+    found += _without_peers(judged)
     for pairs in evidence.pair_lists:
         found += _of_pairs(pairs)
     return found
@@ -206,7 +214,7 @@ def _compared(found: Judgement, kind: Device | None) -> list[Comparison]:
 def _against_hardware(found: Judgement, compared: Sequence[Comparison]) -> Iterator[Finding]:
     sources = tuple(_source(found, row) for row in found.rows[-1:])
     for each in compared:
-        if each.ratio < IMPOSSIBLY_SLOW:
+        if each.ratio < (IMPOSSIBLY_SLOW if each.level == "node" else NETWORK_IMPOSSIBLY_SLOW):
             yield Finding(
                 "below_physics",
                 "likely",
@@ -242,10 +250,30 @@ def _steps(compared: Comparison) -> Iterator[str]:
     if compared.level != "node" and compared.ratio < 0.5:
         yield (
             f"if single RDMA writes (ib_write_bw, perftest) reach the line rate, NCCL waits between its "
-            f"steps: {format_bytes(CHUNK)} every {format_time(CHUNK / compared.measured)} give "
+            f"steps: {CHUNK // KiB} KiB every {format_time(CHUNK / compared.measured)} give "
             f"{format_bandwidth(compared.measured)}; try NCCL_P2P_NET_CHUNKSIZE and "
             "NCCL_BUFFSIZE four times as large"
         )
+
+
+def _without_peers(tables: Sequence[Judgement]) -> Iterator[Finding]:
+    """Runs of one collective with and without peer-to-peer, where the latter is the faster."""
+    off = [found for found in tables if found.table.around.settings.get("NCCL_P2P_DISABLE") == "1"]
+    for without in off:
+        for found in tables:
+            alike = (found.collective, found.ranks) == (without.collective, without.ranks)
+            if found in off or not alike or not found.rows or not without.rows:
+                continue
+            direct, around = plateau(found.rows), plateau(without.rows)
+            if around > PEERS_SLOWER * direct:
+                yield Finding(
+                    "p2p_slower",
+                    "cannot_tell",
+                    f"{_title(found)}: {format_bandwidth(direct)} with peer-to-peer, "
+                    f"{format_bandwidth(around)} with NCCL_P2P_DISABLE=1",
+                    evidence=(_source(found, found.rows[-1]), _source(without, without.rows[-1])),
+                    numbers={"with": direct, "without": around},
+                )
 
 
 # Lists of pairs

@@ -54,7 +54,7 @@ class Network:
     def shape(self, a, b, megabits):
         """Limit the cable between ``a`` and ``b`` both ways; bursts are short beside what is sent."""
         for x, y in ((a, b), (b, a)):
-            limit = ("tbf", "rate", f"{megabits}mbit", "burst", "32kb", "latency", "100ms")
+            limit = ("tbf", "rate", f"{megabits}mbit", "burst", "16kb", "latency", "100ms")
             run("tc", "-n", self.names[x], "qdisc", "add", "dev", self.cable(x, y), "root", *limit)
 
     def shape_inside(self, megabits):

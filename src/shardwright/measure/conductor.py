@@ -92,7 +92,8 @@ class Conductor:
         number, self.number = self.number, self.number + 1
         exchange.ask(self.store, number, asked)
         self._wait(number, ranks, cell, limit)
-        found = {rank: exchange.read(self.store, f"done/{number}/{rank}") for rank in ranks}
+        said = exchange.read_all(self.store, [f"done/{number}/{rank}" for rank in ranks])
+        found = dict(zip(ranks, said, strict=True))
         return self._sorted_out(groups, found, cell, blame)
 
     def whole(self, group: Sequence[int]) -> bool:
@@ -128,12 +129,14 @@ class Conductor:
         start = time.monotonic()
         while True:
             waiting = [rank for rank in ranks if rank not in self.lost]
-            pending = [rank for rank in waiting if not self.store.check([f"done/{number}/{rank}"])]
-            if not pending or exchange.arrived(
-                self.store, [f"done/{number}/{rank}" for rank in pending], LOOK_S
-            ):
+            if exchange.arrived(self.store, [f"done/{number}/{rank}" for rank in waiting], LOOK_S):
                 break
             self._note_dead(cell.what)
+            pending = [
+                rank
+                for rank in ranks
+                if rank not in self.lost and not self.store.check([f"done/{number}/{rank}"])
+            ]
             over = time.monotonic() - start - limit
             silent = [rank for rank in pending if self._silent_for(rank) > SIGNS_MISSED * self.beat_s]
             if over > SLACK_S and (

@@ -5,7 +5,7 @@ cell/K      the K-th measurement, or null: the end
 here/K      how many ranks are ready for it; go/K: all are
 done/K/R    what rank R measured
 sign/R      a count that grows while the process of rank R runs, and what it is doing
-dead/R      how the process of rank R ended, from the process that started it
+dead/R      how the process of rank R ended, from the process that started it; deaths: how many have
 over        there is nothing more to measure; seen/R: the process that started rank R knows
 """
 
@@ -90,13 +90,23 @@ def read(store: dist.Store, key: str) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
+def read_all(store: dist.Store, keys: Sequence[str]) -> list[Any]:
+    """What stands at each of ``keys``; None: nothing."""
+    if store.check(list(keys)):
+        return [json.loads(said) for said in store.multi_get(list(keys))]
+    return [read(store, key) for key in keys]
+
+
 def give_end(store: dist.Store, rank: int, how: str) -> None:
     """Say how the process of ``rank`` ended."""
     store.set(f"dead/{rank}", json.dumps(how))
+    store.add("deaths", 1)
 
 
 def read_ends(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
     """How processes ended, of those that have."""
+    if store.add("deaths", 0) == 0:
+        return {}
     return {rank: how for rank in ranks if (how := read(store, f"dead/{rank}")) is not None}
 
 

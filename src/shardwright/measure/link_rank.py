@@ -25,8 +25,9 @@ FIRST_BYTES = 8 * 2**10
 SHARES = (1 / 32, 1 / 16, 9 / 32)
 """Of a pair's time, what each size of message gets in one direction; 1/4 is for latency."""
 
-MESSAGES = 8
-"""Of the largest size, what its share has room for."""
+ROOM = (1 / 16, 9 / 32 / 8)
+"""Of the time, what one message of the next size may take by the rate of the one before. The first rate is
+mostly latency, and too low: where it is not, the second size takes most of the time."""
 
 
 MEETING = 0.5
@@ -199,14 +200,15 @@ def _pair(group: LinkGroup, asked: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"latencies": latencies, "wrong": []}
     for sender, direction in ((0, "there"), (1, "back")):
         larger = min(FIRST_BYTES, asked["size"])
-        for share in SHARES:
+        for share, room in zip(SHARES, (*ROOM, 0.0), strict=True):
             size = larger
             blocks, wrong = _stream(group, size, sender, seconds * share)
             times = [max(mean - latency / blocks.repeats, mean / 2) for mean in blocks.means]
             found[direction] = [size / time for time in times]
             rate = size / group.agree(min(times))
-            larger = min(max(int(rate * seconds * SHARES[-1] / MESSAGES), size), asked["size"])
-            found["wrong"] += [wrong] if wrong else []
+            larger = min(max(int(rate * seconds * room), size), asked["size"])
+            if wrong and wrong not in found["wrong"]:
+                found["wrong"].append(wrong)
     return found
 
 

@@ -36,10 +36,28 @@ class LinkRecord:
     skipped: list[Unmeasured] = field(default_factory=list)
 
     def add_pair(self, first: int, second: int, said: dict[str, list[float]]) -> None:
-        """Both directions of a pair, as its first rank measured them."""
+        """Both directions of a pair, as its first rank measured them; of several times the best counts."""
         latency = significant(median(said["latencies"]))
         for source, target, rates in ((first, second, said["there"]), (second, first, said["back"])):
-            self.pairs[source, target] = Pair(source, target, significant(median(rates)), latency)
+            new = Pair(source, target, significant(median(rates)), latency)
+            old = self.pairs.get((source, target), new)
+            best = max(new.bandwidth, old.bandwidth), min(new.latency, old.latency)
+            self.pairs[source, target] = Pair(source, target, *best)
+
+    def slow_pairs(self, share: float) -> list[tuple[int, int]]:
+        """Pairs, the smaller rank first, that in one direction have less than ``share`` of the median of all
+        that the same level joins."""
+        levels: dict[int, list[Pair]] = {}
+        for (a, b), pair in self.pairs.items():
+            sizes = self.domains.sizes if self.domains else (self.world,)
+            level = next(size for size in sizes if a // size == b // size)
+            levels.setdefault(level, []).append(pair)
+        found = set()
+        for pairs in levels.values():
+            usual = median(pair.bandwidth for pair in pairs)
+            slow = [pair for pair in pairs if pair.bandwidth < share * usual]
+            found |= {(min(pair.source, pair.target), max(pair.source, pair.target)) for pair in slow}
+        return sorted(found)
 
     def add_point(self, cell: Cell, size: int, means: Sequence[Sequence[Sequence[float]]]) -> float:
         """A collective's time at one payload [B]: that of the slowest of its groups. ``means``: by group and

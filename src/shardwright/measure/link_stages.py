@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from time import monotonic
 from typing import Any
 
@@ -15,20 +14,23 @@ from shardwright.measure.nodes import find_domains
 from shardwright.measure.progress import TimeBar
 from shardwright.units import format_bytes
 
-PAIR_SHARE, PAIRS_END = 0.3, 0.5
+PAIR_SHARE, PAIRS_END = 0.2, 0.5
 """Of the time: what pairs should take together, and what they may at most before collectives begin."""
 
 SHORTEST_S, LONGEST_S = 0.04, 0.6
 """Time of one measurement: below, a median is of too few calls; above, it gains nothing."""
 
-PATIENCE_S = 1.0
+PATIENCE_S = {"cpu": 1.0, "cuda": 10.0}
 """What a measurement may take beyond all estimates, on a busy machine, before it is tried again, with twice
-the patience, and after that counts as hanging."""
+the patience, and after that counts as hanging. NCCL takes seconds to connect ranks."""
+
+PATIENT_RANKS = 256
+"""Ranks beyond which patience grows with their number."""
 
 CALLS = 6
 """Calls of a measurement at least: the checked one, the warm-up, three blocks, and one for what is around."""
 
-LARGEST_PART = 0.15
+LARGEST_PART = 0.25
 """Of the time left, what one large payload may take."""
 
 REDUCED = 2.0
@@ -39,20 +41,32 @@ KEEP_EVERY_S = 4.0
 MOST_SECOND_CHANCES = 3
 """Failed pairs after which more of them are believed at once: a network that is down takes many with it."""
 
+SLOW, MORE_OPINIONS = 0.7, 2
+"""A pair with less than this share of what is usual among its like is measured so many times more: what else
+runs on a machine slows a pair for a moment, a bad link for ever."""
+
 FAILURES = 2
 """Pairs of a rank that fail, none being measured, after which the rank is at fault and not its links."""
 
 
 @dataclass
 class Stages:
-    """Measurements of ``conductor`` into ``record``; ``write`` is called from time to time."""
+    """Measurements of ``conductor`` into ``record``; ``write`` is called from time to time. ``largest``: of
+    all payloads [B]."""
 
     conductor: Conductor
     record: LinkRecord
     bar: TimeBar
     write: Callable[[], None]
+    device_type: str
+    largest: int
     written: float = 0.0
     late: list[tuple[int, int]] = field(default_factory=list)  # pairs for which there was no time
+
+    @property
+    def patience_s(self) -> float:
+        """What a measurement may take beyond all estimates [s]."""
+        return PATIENCE_S[self.device_type] * max(1.0, self.record.world / PATIENT_RANKS)
 
     def keep(self, *, now: bool = False) -> None:
         """Write what is known, not too often."""
@@ -60,7 +74,7 @@ class Stages:
             self.write()
             self.written = monotonic()
 
-    def measure_pairs(self, hint: int, largest: int) -> None:
+    def measure_pairs(self, hint: int) -> None:
         """Pairs both ways, until all are measured or half of the time is gone; then domains from them."""
         order = pairs_in_order(self.record.world, hint)
         time = self.conductor.left
@@ -72,16 +86,24 @@ class Stages:
                 self.late = order[place:]
                 break
             begun = monotonic()
-            self._pair(pair, seconds, largest)
+            self._pair(pair, seconds)
             if pair not in self.record.pairs and len(self.conductor.broken) <= MOST_SECOND_CHANCES:
                 stop += monotonic() - begun  # the others shall not pay for it
-        self.record.domains = find_domains(self.record.world, self.record.bandwidths(), hint)
+        self._find_domains(hint)
+        for _ in range(MORE_OPINIONS):
+            for pair in self.record.slow_pairs(SLOW):
+                if monotonic() + seconds < stop:
+                    self._pair(pair, seconds)
+        self._find_domains(hint)
         self.keep(now=True)
 
-    def measure_late_pairs(self, largest: int) -> None:
+    def _find_domains(self, hint: int) -> None:
+        self.record.domains = find_domains(self.record.world, self.record.bandwidths(), hint)
+
+    def measure_late_pairs(self) -> None:
         """Those pairs for which there was no time, if there is now."""
         while self.late and self.conductor.left > 2 * SHORTEST_S:
-            self._pair(self.late.pop(0), SHORTEST_S, largest)
+            self._pair(self.late.pop(0), SHORTEST_S)
         if self.late:
             count = self.record.world * (self.record.world - 1) // 2
             self.record.skipped.append(
@@ -91,13 +113,13 @@ class Stages:
                 )
             )
 
-    def _pair(self, pair: tuple[int, int], seconds: float, largest: int) -> None:
+    def _pair(self, pair: tuple[int, int], seconds: float) -> None:
         conductor = self.conductor
         if not conductor.whole(pair):
             return
-        cell = Cell("pair", (), (pair,), largest)
+        cell = Cell("pair", (), (pair,), self.largest)
         self.bar.now(cell.what)
-        if said := self._tried(cell, seconds, PATIENCE_S + 2 * seconds, keep=False).get(pair):
+        if said := self._tried(cell, seconds, self.patience_s + 2 * seconds, keep=False).get(pair):
             self.record.add_pair(*pair, said[0])
         elif pair in conductor.broken:
             self._doubt(pair)
@@ -111,11 +133,12 @@ class Stages:
                 others = sorted({other for each in failed for other in each} - {rank})
                 self.conductor.give_up(rank, f"none of its links answers: tried with ranks {others}")
 
-    def measure_collectives(self, largest: int) -> None:
+    def measure_collectives(self) -> None:
         """Collectives over the groups of the domains found, until all are measured or the time is up."""
         if self.record.domains is None:
             return
-        cells = collective_cells(self.record.domains.sizes, largest)
+        self.bar.stage(f"collectives in domains of {list(self.record.domains.sizes)} ranks")
+        cells = collective_cells(self.record.domains.sizes, self.largest)
         missing: dict[Cell, str] = {}
         for place, cell in enumerate(cells):
             left = self.conductor.left
@@ -134,7 +157,7 @@ class Stages:
 
     def _collective(self, cell: Cell, seconds: float) -> None:
         self.bar.now(cell.what)
-        usual = PATIENCE_S + 2 * seconds + 2 * CALLS * self._estimate(cell)
+        usual = self.patience_s + 2 * seconds + 2 * CALLS * self._estimate(cell)
         if measured := self._tried(cell, seconds, usual, keep=True):
             ranks = len(cell.groups[0])
             size = cell.size if cell.call == "send" else payload_bytes(cell.size, ranks)
@@ -197,9 +220,10 @@ class Stages:
     def _moved(self, cell: Cell) -> float:
         """Time of twice the payload over the slowest pair of a group, every rank of a node at once [s]."""
         rates = self.record.bandwidths()
-        pairs = [pair for group in cell.groups for pair in combinations(sorted(group), 2) if pair in rates]
+        home = {rank: place for place, group in enumerate(cell.groups) for rank in group}
+        inside = [rate for (a, b), rate in rates.items() if a in home and home[a] == home.get(b)]
         users = self.record.domains.node if self.record.domains else self.record.world
-        slowest = min((rates[pair] for pair in pairs), default=min(rates.values(), default=0.0))
+        slowest = min(inside or rates.values(), default=0.0)
         return 2 * cell.size * users / slowest if slowest else 0.0
 
     def _note_incomplete(self, cells: Sequence[Cell]) -> None:

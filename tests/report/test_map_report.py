@@ -130,6 +130,15 @@ def test_everything_that_is_known_of_a_box_is_said():
     assert "hang: rank gone (certain)" in said
 
 
+def test_a_device_whose_nics_are_not_known_is_not_said_to_have_none():
+    box = pcie_box()
+    nics = tuple(nic.model_copy(update={"classes": (*nic.classes[:7], "-")}) for nic in box.map.nics)
+    unknown = box.model_copy(update={"map": box.map.model_copy(update={"nics": nics})})
+    said = words_of(text_of(map_report(document(unknown)), 118))
+    assert "7 not known - 1" in said
+    assert "devices 1,3,5 have no NIC" in said
+
+
 def test_verdicts_and_their_absence():
     slow = text_of(map_report(document(made(1, fault=lambda a, b: 0.45))), 118)
     assert re.search(r"pairs \(node\) +large +1\d\d\.\d GB/s +367\.0 GB/s +4\d% +below half", slow)

@@ -25,6 +25,9 @@ COLUMNS_OF_CURVE = 5
 
 VERDICT_STYLES = {"healthy": "green", "degraded": "yellow", "below half": "bold red"}
 
+UNKNOWN = "-"
+"""Class of a link of which nothing is known."""
+
 LOCAL = ("PIX", "PXB")
 """Classes of a NIC behind the same PCIe switch as a device: GPUDirect RDMA goes past the CPU."""
 
@@ -76,7 +79,8 @@ def _classes(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     made.append(f"{'':>4}{heads}\n", style="not bold dim")
     for number, row in enumerate(rows):
         made.append(f"{number:>4}", style="not bold dim")
-        made.append("".join(f"{name:>{width}}" for name in row) + "\n", style="not bold")
+        made.append("".join(f"{name:>{width}}" for name in row), style="not bold")
+        made.append("\n" if number + 1 < len(rows) else "")
     yield made
 
 
@@ -201,20 +205,22 @@ def _nics(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         return
     order = {name: place for place, name in enumerate(("PIX", "PXB", "PHB", "NODE", "SYS"))}
     made = table("nearest NIC of each device", "device", "class", "NIC", "CPUs", "NUMA node", text_columns=5)
-    without = []
+    without, known = [], 0
     for device in range(max(len(nic["classes"]) for nic in nics)):
         near = [(nic["classes"][device], nic) for nic in nics if device < len(nic["classes"])]
         best = min((name for name, _ in near), key=lambda name: order.get(name, len(order)))
+        if best == UNKNOWN:
+            made.add_row(str(device), "not known", "", *_own(document, device))
+            continue
         named = [nic["device"] or nic["name"] for name, nic in near if name == best]
         if best not in LOCAL:
             without.append(device)
         shown = ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
-        made.add_row(
-            str(device), best, shown, _at(document["affinity"], device), _at(document["numa"], device)
-        )
+        made.add_row(str(device), best, shown, *_own(document, device))
+        known += 1
     yield made
     devices = "device" if len(without) == 1 else "devices"
-    if without and len(without) < len(made.rows):
+    if without and len(without) < known:
         yield Text(
             f"{devices} {_span(without)} have no NIC behind their own PCIe switch: NCCL sends their traffic "
             "over NVLink to a device that has one (PXN) where it can, else through the CPU",
@@ -228,8 +234,11 @@ def _nics(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         )
 
 
-def _at(values: Sequence[str], place: int) -> str:
-    return values[place] if place < len(values) else "-"
+def _own(document: Mapping[str, Any], device: int) -> tuple[str, str]:
+    """CPUs and NUMA node of a device."""
+    columns = (document["affinity"], document["numa"])
+    cpus, numa = (column[device] if device < len(column) else "" for column in columns)
+    return cpus or "-", numa or "-"
 
 
 def _expected(document: Mapping[str, Any]) -> Iterator[RenderableType]:

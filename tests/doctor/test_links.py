@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_maps import between, made
 
-from shardwright.bandwidth_map import Curve, MapRecord, Unmeasured
+from shardwright.bandwidth_map import Curve, MapRecord, Pair, Unmeasured
 from shardwright.cluster import cluster_of
 from shardwright.doctor.diagnose import diagnose
 from shardwright.doctor.links import cluster_findings
@@ -128,6 +128,25 @@ def test_equal_pairs_over_one_rail_at_half_of_another():
     cluster = made(4, rails_only=True, fault=lambda a, b: 0.5 if a % 8 == 3 and a // 8 != b // 8 else 1)
     assert causes(cluster) == ["slow_rail"]
     assert the(cluster, "slow_rail").ranks == (3, 11, 19, 27)
+
+
+def test_a_rank_of_which_chance_lifts_a_pair_is_named_all_the_same():
+    cluster = made(
+        1, 8, "cpu", noise=0.01, fault=lambda a, b: 1.0 if {a, b} == {2, 7} else 0.6 if 2 in (a, b) else 1
+    )
+    assert causes(cluster) == ["slow_rank"]
+    assert the(cluster, "slow_rank").ranks == (2,)
+
+
+def test_two_ends_that_nothing_clears_and_what_would():
+    rates = {(0, 1): 47e9, (2, 3): 23e9}
+    pairs = tuple(Pair(*ends, rate, 1e-5) for a, rate in rates.items() for ends in (a, a[::-1]))
+    cluster = made(4, 1, "cpu")
+    cluster = cluster.model_copy(update={"map": cluster.map.model_copy(update={"pairs": pairs})})
+    (finding,) = cluster_findings(cluster)
+    assert (finding.cause, finding.certainty) == ("slow_ends_unknown", "cannot_tell")
+    assert finding.summary.startswith("a pair of rank 2 or rank 3: 23.0 GB/s where 47.0 GB/s are usual")
+    assert finding.collect == ("measure rank 2 with rank 0", "measure rank 3 with rank 0")
 
 
 def test_one_direction():

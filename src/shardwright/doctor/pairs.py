@@ -39,7 +39,7 @@ def locate(values: Mapping[Names, float], *, slow: float = SLOW) -> Located:
     best = max(values.values())
     healthy = median(value for value in values.values() if value >= slow * best)
     bad = [pair for pair, value in values.items() if value < slow * healthy]
-    cleared = {name for pair in values if pair not in bad for name in pair}
+    cleared = {name for pair in values.keys() - set(bad) for name in pair}
     suspects = {
         name for pair in bad for name in pair if name not in cleared and _other(pair, name) in cleared
     }

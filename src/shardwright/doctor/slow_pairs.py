@@ -4,6 +4,7 @@ Every pair is compared with its own kind (measure/pair_speeds.py), so that a pai
 being no NVLink. What explains most is looked for first: a direction, a node, a rail, a rank, one pair.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -32,6 +33,12 @@ ONE_WAY = 2 / 3
 
 NOISY = 0.1
 """Noise from which pairs between both bounds are worth a word."""
+
+MOSTLY = 0.6
+"""Share of someone's pairs that are slow from which the fault is theirs rather than each pair's."""
+
+SAMPLE = 1000
+"""Pairs, besides those of ranks in slow ones, that are looked at for somebody known to be good."""
 
 NAMED = 8
 """Names that a sentence lists."""
@@ -148,7 +155,7 @@ class _Judge:
             values = _medians(a, b, outer.best)
             explained = np.zeros(len(outer.a), np.bool_)
             if len({name for pair in values for name in pair}) >= FEWEST and self._any_slow(values):
-                found = locate(values, slow=self.limit)
+                found = self._blamed(values)
                 yield from self._nodes(found, outer, a, b)
                 blamed = _numbers(found.suspects) | _numbers(found.undecided)
                 explained = np.isin(a, list(blamed)) | np.isin(b, list(blamed))
@@ -192,6 +199,18 @@ class _Judge:
                 numbers={"nodes": [int(one), int(two)]},
             )
 
+    def _blamed(self, values: Mapping[tuple[str, str], float]) -> Located:
+        """Who is at fault; besides, who is in most slow pairs, though chance has lifted a few of its own."""
+        found = locate(values, slow=self.limit)
+        measured = Counter(name for pair in values for name in pair)
+        slow = Counter(name for pair in found.links for name in pair)
+        most = {name for name, count in slow.items() if count >= max(FEWEST, MOSTLY * measured[name])}
+        return found._replace(
+            suspects=tuple(sorted({*found.suspects, *most})),
+            cleared=tuple(name for name in found.cleared if name not in most),
+            links=tuple(pair for pair in found.links if not {*pair} & most),
+        )
+
     def _slow_rails(self, outer: Lines) -> list[int]:
         """Places in the node whose pairs with the same place elsewhere are slow, where others' are not."""
         rail = outer.a % self.per_node
@@ -218,11 +237,11 @@ class _Judge:
         """Ranks and pairs of ranks that the slow ones among ``lines`` single out."""
         slow = lines.best < self.limit
         touched = np.unique([lines.a[slow], lines.b[slow]])
-        near = lines.where(np.isin(lines.a, touched) | np.isin(lines.b, touched))
+        near = lines.where(np.isin(lines.a, touched) | np.isin(lines.b, touched) | _some(len(lines.a)))
         values = _medians(near.a, near.b, near.best)
         if len({name for pair in values for name in pair}) < FEWEST:
             return
-        found = locate(values, slow=self.limit)
+        found = self._blamed(values)
         for rank in map(int, found.suspects):
             mine = near.where(((near.a == rank) | (near.b == rank)) & (near.best < self.limit))
             others = ranks_text({int(name) for name in found.cleared[:NAMED]})
@@ -315,6 +334,11 @@ def _medians(a: Ints, b: Ints, values: Floats) -> dict[tuple[str, str], float]:
         (str(key // width), str(key % width)): float(np.median(part))
         for key, part in zip(keys.tolist(), parts, strict=True)
     }
+
+
+def _some(count: int) -> Flags:
+    """At most ``SAMPLE`` of so many, evenly."""
+    return np.asarray(np.arange(count) % max(count // SAMPLE, 1) == 0)
 
 
 def _joins(a: Ints, b: Ints, one: int, two: int) -> Flags:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shardwright.bandwidth_map import Curve, MapRecord, Pair
@@ -10,6 +11,7 @@ from shardwright.cluster import Cluster, cluster_of, device
 from shardwright.errors import ClusterError, EvidenceError
 from shardwright.measure.document import map_document
 from shardwright.measure.files import read_cluster
+from shardwright.plan.collectives import collective_time, route_through
 
 DATA = Path(__file__).parent / "data"
 BROKEN = DATA / "topo" / "t29_bad_matrix_hand_edited_missing_columns.txt"
@@ -155,3 +157,20 @@ def test_windows_text_is_read(tmp_path):
     file.write_bytes(Path(path("t24")).read_text().replace("\n", "\r\n").encode("utf-16"))
     found, _ = read_cluster([str(file)], None, None, None)
     assert found.map.classes == cluster("t24").map.classes
+
+
+@pytest.mark.parametrize(
+    ("members", "measured", "share"),
+    [
+        ((2, 2, 2), 208e9, 0.2),
+        ((1, 2, 2), 20e9, 0.01),
+    ],  # a bridged pair; the ring of three is bounded by PCIe
+)
+def test_the_planner_gives_an_all_reduce_over_a_topology_what_was_measured(members, measured, share):
+    """nccl-tests issue 178, bus bandwidth of 1 GiB."""
+    n, size = members[-1], 2**30
+    spreads = [(np.array([m]), np.array([n // m])) for m in members]
+    time = collective_time(
+        "all_reduce", size, 1, route_through(np.array([n]), spreads, cluster("t24", "a100-pcie"))
+    )
+    assert 2 * (n - 1) / n * size / float(time[0]) == pytest.approx(measured, rel=share)

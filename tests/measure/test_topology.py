@@ -400,3 +400,35 @@ def test_a_text_without_a_matrix_has_none():
 def test_old_drivers_write_soc_for_sys():
     (found,) = read("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSOC\t0-7\nGPU1\tSOC\t X \t8-15\n")
     assert found.device_classes == (("X", "SYS"), ("SYS", "X"))
+
+
+WHOLE = [path for path in GOOD if not one(path).missing]
+"""Those with a row for every name: each link stands twice."""
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(WHOLE), st.data())
+def test_characters_lost_or_gained_anywhere_never_move_a_link(path, data):
+    """Refused, or every link between two names that are still there is what it was, or not known."""
+    text = path.read_text()
+    end = text.index("Legend") if "Legend" in text else len(text)
+    start = data.draw(st.integers(0, end - 1))
+    stop = data.draw(st.integers(start, min(start + 60, end)))
+    extra = data.draw(st.sampled_from(["", "", "\t", " ", "X", "\n", "NV12\t", "SYS     ", "1"]))
+    try:
+        found = read(text[:start] + extra + text[stop:])
+    except EvidenceError as fault:
+        if re.match(r"topo.txt:\d+:\d+: ", str(fault)):
+            return
+        raise
+    known = one(path)
+    names = {*known.devices, *known.nics}
+    for topology in found:
+        own = [name for name in (*topology.devices, *topology.nics) if name in names]
+        for a in own:
+            for b in own:
+                assert link(topology, a, b) in (link(known, a, b), "-"), (
+                    a,
+                    b,
+                    text[:start] + extra + text[stop:],
+                )

@@ -107,7 +107,7 @@ def _read(files: list[str], kind: str | None, nodes: int | None, known: Cluster 
     from shardwright.measure.files import read_cluster
 
     cluster, refused = read_cluster(files, None if kind is None else device(kind, fitted=True), nodes, known)
-    said = diagnose(files)["findings"] if files else []
+    said = diagnose(files, given=f"device={kind}" if kind else "")["findings"] if files else []
     return cluster, said, refused
 
 

@@ -71,3 +71,8 @@ def test_evidence_quotes_the_rows_of_the_devices():
 def test_a_cube_mesh_carries_tp_of_all_in_a_ring():
     (path,) = TOPO.glob("t04_*.txt")
     assert "tp_beyond_nvlink" not in [f["cause"] for f in found(path, given="gpus=8 tp=8")]
+
+
+def test_rates_of_a_kind_that_was_given_are_not_called_a_guess():
+    assert "taken for" in found(PAIRS)[0]["summary"]
+    assert "taken for" not in found(PAIRS, given="device=a100-pcie")[0]["summary"]

@@ -16,6 +16,9 @@ from shardwright.program import Program
 EFFICIENCIES = np.geomspace(0.02, 1.0, 160)
 """Shares of the peak that are tried: 2.5 % apart."""
 
+AROUND = np.linspace(0.975, 1.025, 21)
+"""Of the best of these, what is tried next."""
+
 FILLS = (0.0, 32.0, 64.0, 98.0, 128.0, 192.0, 256.0, 384.0, 512.0)
 """Steps of the inner dim that are tried for filling a tile's pipeline."""
 
@@ -32,8 +35,8 @@ def fitted_device(device: Device, model: ModelSpec, points: Sequence[DevicePoint
     launches = [point.time for point in points if point.what == "launch"]
     if launches:
         device = device.model_copy(update={"launch": launches[0]})
-    device = _with_products(device, [p for p in points if p.what == "product"])
     device = _with_memory(device, model, [p for p in points if p.what in ("copy", "optimizer")])
+    device = _with_products(device, [p for p in points if p.what == "product"])  # they are no faster than it
     return _with_attention(device, model, points)
 
 
@@ -78,14 +81,23 @@ def _with_products(device: Device, points: Sequence[DevicePoint]) -> Device:
     fastest = float((2 * m * n * k / times).max())
     if fastest > device.peak(precision):
         device = device.model_copy(update={precision: fastest})
-    best, least = device, np.inf
+
+    def best_of(efficiencies: Sequence[float], fill: float) -> tuple[float, float, Device]:
+        tried = (
+            device.model_copy(update={"matmul_efficiency": share, "gemm_fill": fill})
+            for share in efficiencies
+        )
+        found = (
+            (float(np.abs(np.log(gemm_time(m, n, k, each, precision) / times)).sum()), each) for each in tried
+        )
+        error, least = min(found, key=lambda pair: pair[0])
+        return error, fill, least
+
+    fitted = []
     for fill in FILLS if device.sms else (device.gemm_fill,):
-        for efficiency in EFFICIENCIES.tolist():
-            tried = device.model_copy(update={"matmul_efficiency": efficiency, "gemm_fill": fill})
-            error = float(np.abs(np.log(gemm_time(m, n, k, tried, precision) / times)).sum())
-            if error < least:
-                best, least = tried, error
-    return best
+        _, _, near = best_of(EFFICIENCIES.tolist(), fill)
+        fitted.append(best_of(np.minimum(near.matmul_efficiency * AROUND, 1.0).tolist(), fill))
+    return min(fitted, key=lambda each: each[:2])[2]
 
 
 def _with_memory(device: Device, model: ModelSpec, points: Sequence[DevicePoint]) -> Device:

@@ -43,7 +43,7 @@ def sizes_of(memory: int, accelerator: bool) -> Sizes:
     """For a device with so much free memory [B]: a CPU's products are cut to a few tenths of a second."""
     if accelerator:
         return Sizes(float("inf"), min(2**30, memory // 8), min(2**27, memory // 64), memory)
-    return Sizes(1.2e10, min(2**28, memory // 8), min(2**24, memory // 64), memory)
+    return Sizes(8e9, min(2**28, memory // 8), min(2**24, memory // 64), memory)
 
 
 Measured = Iterator[DevicePoint | Unmeasured]

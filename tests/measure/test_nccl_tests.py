@@ -129,3 +129,30 @@ def test_a_list_of_pairs_is_read_and_a_line_that_is_none_refused():
     with pytest.raises(EvidenceError, match="n12 line 7, column 1: 'n1 n2 fast' is no pair"):
         read_pair_list(text.rstrip("\n") + "\nn1 n2 fast\n", "n12")
     assert not is_pair_list((DATA / "n05_2xh100pcie_nvlink_bridge_116.txt").read_text())
+
+
+@pytest.mark.parametrize(
+    ("lines", "count", "gigabits", "direct"),
+    [
+        (["# 12 nodes, one HDR NIC"], 1, 200, None),
+        (["# 2 nodes x 8 H100, 8x400G RoCE"], 8, 400, None),
+        (["# 2 nodes x 8 H100 80GB, 8 x 80 GB of memory"], None, None, None),
+        (
+            [
+                "n0:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/RoCE [RO]; OOB eth0",
+                "n1:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/RoCE [RO]; OOB eth0",
+                "n0:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
+                "  rate:         100 Gb/sec (4X EDR)",
+            ],
+            2,
+            100,
+            True,
+        ),
+        (["n0:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0"], None, None, False),
+    ],
+)
+def test_what_a_text_says_of_its_network_cards(lines, count, gigabits, direct):
+    (table,) = read_tables("\n".join(lines) + "\n" + HEADER + row(2**20, 20.0, 8), "t.txt")
+    nics = table.around.nics
+    assert (nics.count, nics.direct) == (count, direct)
+    assert nics.rate == (None if gigabits is None else gigabits / 8 * 1e9)

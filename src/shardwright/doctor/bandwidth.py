@@ -11,6 +11,7 @@ from shardwright.cluster import Device, device
 from shardwright.doctor.evidence import Evidence
 from shardwright.doctor.finding import Finding, Source
 from shardwright.doctor.links import comparison_findings
+from shardwright.doctor.nic_share import nic_findings
 from shardwright.doctor.pairs import locate
 from shardwright.errors import ClusterError
 from shardwright.measure.expected import Comparison, against_expected
@@ -74,8 +75,12 @@ def _of_table(found: Judgement, kind: Device | None) -> Iterator[Finding]:
     slow = [*_holes(found), *_drops(found)]
     yield from slow
     compared = [] if slow else _compared(found, kind)
+    cards = [] if slow else nic_findings(found)
+    if cards:  # what the text says of the NICs is nearer than what is usual
+        compared = [each for each in compared if each.level == "node"]
+    yield from cards
     yield from _against_hardware(found, compared)
-    if not found.faults and not slow and not compared:
+    if not found.faults and not slow and not compared and not cards:
         yield _read(found)
 
 

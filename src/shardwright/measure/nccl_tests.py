@@ -260,6 +260,7 @@ class _Reader:
             around.hosts,
             around.device,
             dict(around.settings),
+            around.nics,
         )
         self.tables.append(Table(self.name, tuple(now.rows), known, now.average, now.out_of_bounds))
         self.header = None

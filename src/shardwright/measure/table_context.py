@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardwright.measure.device_names import device_words
+from shardwright.measure.nic_words import Nics
 
 PROGRAMS: Mapping[str, str] = {
     "all_reduce": "all_reduce",
@@ -54,7 +55,8 @@ SAME = re.compile(r"\bsame (?:nodes|hosts|machines?|system|ranks|job)\b", re.IGN
 class Around:
     """What a text says of the run whose table follows; None, empty: nothing.
 
-    ``listed``: ``ranks`` is from a whole list of them; ``settings``: environment variables of the library.
+    ``listed``: ``ranks`` is from a whole list of them; ``nics``: cards of a node;
+    ``settings``: environment variables of the library.
     """
 
     collective: str = ""
@@ -64,6 +66,7 @@ class Around:
     hosts: tuple[str, ...] = ()
     device: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    nics: Nics = field(default_factory=Nics)
 
 
 @dataclass
@@ -79,11 +82,13 @@ class Gatherer:
     per_node: int | None = None
     device: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+    nics: Nics = field(default_factory=Nics)
     same: bool = False
 
     def feed(self, text: str) -> None:
         """Take one line in."""
         self.settings.update(_SETTING.findall(text))
+        self.nics.feed(text)
         if (found := _PROGRAM.search(text)) is not None:
             self.collective = PROGRAMS[found[1].lower()]
         if (rank := _RANK.search(text)) is not None:
@@ -139,7 +144,7 @@ class Gatherer:
         hosts = tuple(self.hosts[rank] for rank in sorted(self.hosts))
         nodes = len(set(hosts)) or self.nodes
         if not self.same:
-            return Around(self.collective, ranks, listed, nodes, hosts, self.device, self.settings)
+            return Around(self.collective, ranks, listed, nodes, hosts, self.device, self.settings, self.nics)
         return Around(
             self.collective or before.collective,
             ranks or before.ranks,
@@ -148,6 +153,7 @@ class Gatherer:
             hosts or before.hosts,
             self.device or before.device,
             {**before.settings, **self.settings},
+            self.nics if self.nics.rate or self.nics.names else before.nics,
         )
 
 

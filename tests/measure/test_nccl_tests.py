@@ -22,7 +22,7 @@ WHAT_IS_IN_THEM = {  # collective, ranks, rows, faults of their lines, remarks
     "n03_2x8xmi300x_wrong_na.txt": [("all_reduce", 16, 11, {}, {"not_checked"})],
     "n05_2xh100pcie_nvlink_bridge_116.txt": [("all_reduce", 2, 2, {}, set())],
     "n07_2xgb10_allgather_busid_long_form.txt": [("all_gather", 2, 3, {}, set())],
-    "n09_2x2080ti_old_no_redop_no_root.txt": [("", 2, 5, {}, {"old_algbw"})],
+    "n09_2x2080ti_old_no_redop_no_root.txt": [("all_gather", 2, 5, {}, {"old_algbw"})],
     "n10_single_rank_meaningless.txt": [("all_reduce", 1, 3, {}, {"single_rank"})],
 }
 
@@ -156,3 +156,43 @@ def test_what_a_text_says_of_its_network_cards(lines, count, gigabits, direct):
     nics = table.around.nics
     assert (nics.count, nics.direct) == (count, direct)
     assert nics.rate == (None if gigabits is None else gigabits / 8 * 1e9)
+
+
+CELLS = {"size": 0, "count": 1, "time": 5, "algbw": 6, "busbw": 7}
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "alltoall", "sendrecv"]),
+    st.sampled_from([2, 3, 8, 32]),
+    st.sampled_from(list(CELLS)),
+    st.sampled_from([0.5, 0.9, 1.03, 1.5]),
+    st.integers(0, 4),
+)
+def test_one_changed_cell_of_any_column_and_collective_is_named_alone(program, ranks, column, by, at):
+    split = program in ("all_gather", "reduce_scatter", "alltoall")
+    factor = {"all_reduce": 2 * (ranks - 1) / ranks, "sendrecv": 1.0}.get(program, (ranks - 1) / ranks)
+    redop = "sum" if "reduce" in program else "none"
+    rows = []
+    for power in range(22, 27):
+        size = 2**power * (ranks if split else 1)
+        micros = round(40 + size / 150e3, 1)
+        rate = size / micros / 1e3
+        cells = [
+            size,
+            2**power // 4,
+            "float",
+            redop,
+            -1,
+            f"{micros:.1f}",
+            f"{rate:.2f}",
+            f"{rate * factor:.2f}",
+        ]
+        rows.append([*cells, 0, *cells[5:], 0])
+    head = f"# mpirun -np {ranks} {program}_perf -g 1\n" + HEADER.partition("\n")[2]
+    clean = head + "".join(" ".join(map(str, cells)) + "\n" for cells in rows)
+    assert judge(read_tables(clean, "t.txt")[0]).faults == ()
+    place = CELLS[column]
+    rows[at][place] = f"{float(rows[at][place]) * by:.{0 if place < 2 else 2}f}"
+    changed = head + "".join(" ".join(map(str, cells)) + "\n" for cells in rows)
+    assert {fault.line for fault in judge(read_tables(changed, "t.txt")[0]).faults} == {4 + at}

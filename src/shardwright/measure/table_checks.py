@@ -111,6 +111,8 @@ def judge(table: Table) -> Judgement:
     ratio = _typical_ratio(table)
     ranks, remarks, faults = _ranks(table, collective, parts, ratio)
     old = _is_old(table, collective, parts, ranks)
+    if old and not collective and not table.rows[0].redop:
+        collective = "all_gather"  # a reduce-scatter names its operator, and no other counted so
     factor = 1.0 if old else _factor(collective, ranks, ratio)
     scale = (ranks - 1) / ranks if old and ranks else 1.0
     if old and ranks:

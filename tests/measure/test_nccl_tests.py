@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from shardwright.measure.nccl_tests import read_tables
 from shardwright.measure.pair_table import is_pair_list, read_pair_list
 from shardwright.measure.table_checks import judge
 from shardwright.measure.table_curves import curves_of, tables_cluster
+from shardwright.plan.collectives import collective_time
+from shardwright.plan.placement import Placement
 
 DATA = Path(__file__).parent / "data" / "nccl_tests"
 
@@ -196,3 +199,25 @@ def test_one_changed_cell_of_any_column_and_collective_is_named_alone(program, r
     rows[at][place] = f"{float(rows[at][place]) * by:.{0 if place < 2 else 2}f}"
     changed = head + "".join(" ".join(map(str, cells)) + "\n" for cells in rows)
     assert {fault.line for fault in judge(read_tables(changed, "t.txt")[0]).faults} == {4 + at}
+
+
+@pytest.mark.parametrize(
+    ("name", "printed", "most"),
+    [
+        ("n03_2x8xmi300x_wrong_na.txt", 341.53 / 8, 50.0),  # eight NICs of 400 Gb/s a node
+        ("n02_32xgcd_allgather_hole_and_allreduce.txt", 92.66 / 8, 12.5),  # four of 200 Gb/s for eight ranks
+        ("n07_2xgb10_allgather_busid_long_form.txt", 22.14, 25.0),  # one of 200 Gb/s
+    ],
+)
+def test_a_link_between_nodes_carries_no_more_than_its_network_card(name, printed, most):
+    link = tables_cluster(tables(name)).domains[-1].link
+    assert 0.99 * printed * 1e9 <= link.bandwidth <= most * 1e9
+
+
+@pytest.mark.parametrize("bus", [60, 200, 480])
+def test_formulas_give_the_time_of_the_largest_message_back(bus):
+    times = {size: round(30 + 1.75 * size / bus / 1e3, 1) for size in (2**26, 2**28, 2**30)}
+    text = HEADER.replace("-g 8", "-g 8   8x H100") + "".join(row(size, t, 8) for size, t in times.items())
+    cluster = tables_cluster(read_tables(text, "t.txt")).model_copy(update={"curves": ()})
+    route = Placement(np.array([8]), np.array([1])).route(cluster)
+    assert collective_time("all_reduce", 2**30, 1, route) == pytest.approx(times[2**30] / 1e6, rel=0.03)

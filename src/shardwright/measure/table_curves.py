@@ -1,12 +1,10 @@
 """Tables of nccl-tests as curves that the planner uses, and as a cluster where nothing else is known."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, cast, get_args
-
-import numpy as np
 
 from shardwright.bandwidth_map import Collective, Curve, MapRecord
 from shardwright.cluster import Cluster, Device, Level, Link, device
@@ -14,9 +12,7 @@ from shardwright.errors import ClusterError
 from shardwright.measure.device_names import preset_of
 from shardwright.measure.nccl_tests import Table
 from shardwright.measure.size_fit import SizeFit, size_fit
-from shardwright.measure.table_checks import Judgement, judge
-from shardwright.plan.collectives import collective_time
-from shardwright.plan.placement import Placement
+from shardwright.measure.table_checks import Judgement, bus_factor, judge
 from shardwright.units import MiB, significant
 
 UNKNOWN_DEVICE = "h100"
@@ -96,8 +92,8 @@ def tables_cluster(
     """A cluster as large as the largest table, with its links as the tables have them.
 
     ``kind``: the devices; else those of ``base``, or that the text names. ``base``: a cluster whose other
-    numbers, and size if it is larger, are kept. A link's bandwidth is that at which the planner's own
-    formulas give the time of the largest message; its launch that of the smallest.
+    numbers, and size if it is larger, are kept. A link's bandwidth is that of the largest message,
+    its launch that of the smallest.
 
     Raises: ClusterError: no table is of two ranks or more, of a known number.
     """
@@ -191,44 +187,37 @@ def _with_table(cluster: Cluster, at: int, found: Judgement, members: tuple[int,
     if found.collective not in PREFERRED or len({size for size, _ in points}) < 2:
         return cluster
     fit = size_fit(*zip(*points, strict=True))
-    if fit is None:
-        return cluster
-    largest = max(points)
+    hops = _hops(found.collective, members, at)
     link = cluster.domains[at].link
-    if min(points)[0] <= SMALL:
-        link = _launched(link, fit, found.collective, _hops(found.collective, members, at))
-    cluster = _replaced(cluster, at, link)
-    if largest[0] < LARGE:
-        return cluster
-    switched = found.collective == "all_reduce" and link.switch_bandwidth > 0 and (found.ranks or 0) > 2
-
-    def with_rate(rate: float) -> Cluster:
-        changed = {"switch_bandwidth": rate} if switched else {"bandwidth": rate, "switch_bandwidth": 0.0}
-        if not switched and found.collective != "all_reduce":
-            changed.pop("switch_bandwidth")
-        return _replaced(cluster, at, link.model_copy(update=changed))
-
-    def time(rate: float) -> float:
-        stride = cluster.gpus_per_node if members[at] > 1 and _one_a_node(members, cluster) else 1
-        place = Placement(np.array([found.ranks]), np.array([stride]))
-        return float(collective_time(found.collective, largest[0], 1, place.route(with_rate(rate)))[0])
-
-    rate = _solved(time, largest[1])
-    if rate is None:  # what lies inside takes longer by the formulas than all of it was measured
-        rate = _bus(found, largest) / max((1, *members)[at], 1)
-        return _replaced(cluster, at, link.model_copy(update={"bandwidth": significant(rate)}))
-    return with_rate(significant(rate))
+    if fit is not None and min(points)[0] <= SMALL:
+        link = _launched(link, fit, found.collective, hops)
+    size, time = max(points)
+    if size >= LARGE:
+        ramp = link.ramp * (size / MiB) ** 0.5 if found.collective == "all_reduce" else 0.0
+        moving = max(time - link.start - hops * link.latency - ramp, time / 2)
+        link = _at_rate(link, found, members, at, size / moving)
+    return _replaced(cluster, at, link)
 
 
-def _bus(found: Judgement, point: tuple[int, float]) -> float:
-    return (found.factor or 1.0) * point[0] / point[1]
+def _at_rate(link: Link, found: Judgement, members: tuple[int, ...], at: int, rate: float) -> Link:
+    """``link`` so that the planner's formulas give ``rate``, bytes of payload by time.
 
-
-def _one_a_node(members: tuple[int, ...], cluster: Cluster) -> bool:
-    inside = [
-        n for n, level in zip(members, cluster.domains, strict=True) if level.ranks == cluster.gpus_per_node
-    ]
-    return inside == [1] and cluster.gpus_per_node > 1
+    A ring has as many links out of a domain as the group has ranks in it, so that each carries the bus
+    bandwidth divided by them; switches add up an all-reduce. Source: shared FORMULAE 4.2, 4.4.
+    """
+    ranks, inside = members[-1], (1, *members)[at]
+    if found.collective == "all_reduce" and link.switch_bandwidth > 0 and ranks > 2 and at == 0:
+        bus = rate * bus_factor("all_reduce", ranks)  # without switches no faster than with them
+        slower = {"bandwidth": significant(bus)} if bus < link.bandwidth else {}
+        added_up = {"switch_bandwidth": significant(rate * (1 + 1 / ranks))}
+        return link.model_copy(update=added_up | slower)
+    if found.collective == "send":
+        bandwidth = rate
+    elif found.collective == "all_to_all":
+        bandwidth = rate * (ranks - inside) / ranks
+    else:
+        bandwidth = rate * bus_factor(found.collective, ranks) / inside
+    return link.model_copy(update={"bandwidth": significant(bandwidth)})
 
 
 def _hops(collective: str, members: tuple[int, ...], at: int) -> int:
@@ -260,14 +249,3 @@ def _replaced(cluster: Cluster, at: int, link: Link) -> Cluster:
         return cluster.model_copy(update={"levels": tuple(levels)})
     name = "intra_link" if at == 0 else "inter_link"
     return cluster.model_copy(update={"device": cluster.device.model_copy(update={name: link})})
-
-
-def _solved(time: Callable[[float], float], wanted: float) -> float | None:
-    """The bandwidth at which ``time``, which falls with it, is ``wanted``; None: it never falls so far."""
-    low, high = 1e5, 1e14
-    if time(high) > wanted:
-        return None
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if time(middle) > wanted else (low, middle)
-    return high

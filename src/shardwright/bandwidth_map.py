@@ -108,6 +108,11 @@ class DevicePoint(Description):
     rate: float = Field(default=0.0, ge=0)
     predicted: Seconds = Field(default=0.0, ge=0, description="with the constants fitted here")
 
+    @property
+    def tests_the_fit(self) -> bool:
+        """Whether several operations share its constant: one that has its own is always met."""
+        return self.what in ("product", "copy", "optimizer")
+
 
 class MapRecord(Description):
     """How a bandwidth map came about, with everything in it that no plan needs.

@@ -47,9 +47,11 @@ def measure_device(model: ModelSpec, seq: int, base: Cluster | None, say: Callab
     what = f"rates measured here in {precision} with torch {torch.__version__} at the shapes of {model.name}"
     found = found.model_copy(update={"source": f"{what}. Launch: of a small kernel, without FSDP's hooks. "
                                      f"All else: {known.source}"})  # fmt: skip
-    before = _error([p.time for p in points], [predicted_time(p, known, model) for p in points])
     points = list(with_predictions(points, found, model))
-    after = _error([p.time for p in points], [p.predicted for p in points])
+    tests = [point for point in points if point.tests_the_fit]
+    times = [point.time for point in tests]
+    before = _error(times, [predicted_time(point, known, model) for point in tests])
+    after = _error(times, [point.predicted for point in tests])
     say(f"the step-time model is within {after:.1%} of what was measured at the median, before {before:.1%}")
     record = (cluster.map or MapRecord()).model_copy(
         update={

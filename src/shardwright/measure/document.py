@@ -55,8 +55,11 @@ def map_document(
 
 
 def _residual(record: MapRecord) -> dict[str, float] | None:
-    """Median and largest of |ln(predicted / measured)| over the operations of a device."""
-    errors = [abs(log(p.predicted / p.time)) for p in record.device_points if p.predicted > 0]
+    """Median and largest of |ln(predicted / measured)| over a device's operations that share a
+    constant."""
+    errors = [
+        abs(log(p.predicted / p.time)) for p in record.device_points if p.tests_the_fit and p.predicted > 0
+    ]
     return {"median": median(errors), "largest": max(errors)} if errors else None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from shardwright.report.device_points import device_points
 from shardwright.report.doctor import finding_lines
 from shardwright.report.heat_map import HeatMap, figure
 from shardwright.report.tables import table
@@ -36,7 +37,8 @@ def map_report(document: Mapping[str, Any]) -> RenderableType:
     """What was measured or read: pairs, classes, links, curves, tp groups, NICs, what is at fault."""
     parts = (
         *(_pairs(document), _classes(document), _links(document), _curves(document), _islands(document)),
-        *(_nics(document), _expected(document), _unmeasured(document), _findings(document)),
+        *(_nics(document), _expected(document), device_points(document)),
+        *(_unmeasured(document), _findings(document)),
     )
     shown = [section for section in map(list, parts) if section]
     return Group(_head(document), *(line for section in shown for line in (Text(""), *section)))

@@ -1,4 +1,4 @@
-# make run: the loop on this machine. make test: all tests. make parity: every layout against one process, as a
+# make run: the loop on this machine. make test: all tests but those that hold a quiet machine to times: make live. make parity: every layout against one process, as a
 # table. Each makes its own environment first.
 PYTHON ?= python3
 VENV := .venv
@@ -7,13 +7,16 @@ STAMP := $(VENV)/.installed
 
 # make cases: field reports with known causes, and what the doctor says of them. make prove: ledger against dry run,
 # every layout of the parity matrix and large ones of real models.
-.PHONY: run test parity cases prove check bench bench-peer venv clean
+.PHONY: run test live parity cases prove check bench bench-peer venv clean
 
 run: $(STAMP)
 	$(BIN)/shardwright loop
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+
+live: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m live
 
 parity: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/parity.py

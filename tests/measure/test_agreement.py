@@ -12,6 +12,8 @@ from shardwright.measure.link_group import LinkGroup
 from shardwright.measure.timing import block_times, slowest
 from shardwright.run.launch import run_ranks
 
+pytestmark = pytest.mark.live
+
 RANKS = 2
 """As many as there are cores where this usually runs: times of more are those of the scheduler."""
 

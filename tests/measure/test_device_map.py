@@ -36,6 +36,7 @@ def errors(points, kind):
     return [abs(np.log(predicted_time(p, kind, TINY) / p.time)) for p in products]
 
 
+@pytest.mark.live
 def test_every_operation_is_measured_and_said(measured):
     cluster, said = measured
     points = cluster.map.device_points
@@ -51,6 +52,7 @@ def test_every_operation_is_measured_and_said(measured):
     assert Cluster.from_toml(cluster.to_toml()) == cluster
 
 
+@pytest.mark.live
 def test_a_product_takes_what_a_loop_by_hand_takes(measured):
     point = next(p for p in measured[0].map.device_points if p.name == "gate+up, forward")
     assert point.shape == (SEQ, 1024, 512)
@@ -64,6 +66,7 @@ def test_a_product_takes_what_a_loop_by_hand_takes(measured):
     assert point.rate == pytest.approx(2 * SEQ * 1024 * 512 / point.time)
 
 
+@pytest.mark.live
 def test_what_is_fitted_predicts_better_than_what_is_shipped(measured):
     cluster, _ = measured
     points = cluster.map.device_points

@@ -16,6 +16,8 @@ from shardwright.measure import link_calls, link_rank
 from shardwright.measure.document import map_document
 from shardwright.measure.links import measure_links
 
+pytestmark = pytest.mark.live
+
 SMALL = 2**14
 
 

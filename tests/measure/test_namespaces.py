@@ -11,6 +11,8 @@ from namespaces import measured
 
 from shardwright.cli import main
 
+pytestmark = pytest.mark.live
+
 FAST, SLOW = 2000, 250
 """Megabits per second inside a namespace and between two."""
 

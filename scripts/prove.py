@@ -1,6 +1,6 @@
 """Prove the ledger: dry-run the parity matrix and large layouts of real models, and hold plans against them.
 
-    python scripts/prove.py [--only matrix|large] [part of a name ...] [--json FILE] [--tolerance 0.02]
+    python scripts/prove.py [--only matrix|large] [part of a name ...] [--json FILE] [--jobs N]
 
 State and traffic must be equal, the peak within 2 %, with experts 4 %. Exit status 1 if a row is not.
 """
@@ -9,6 +9,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from large import LARGE
 from proof import proof_plans
 
 from shardwright.check.compare import Comparison, check_plan
+from shardwright.cluster import usable_cores
 from shardwright.planfile import Plan
 
 HEADING = f"{'state':>5} {'traffic':>7} {'peak':>7} {'time':>7}  model and layout"
@@ -29,13 +32,15 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help="only rows with these parts in their names")
     parser.add_argument("--only", choices=("matrix", "large"))
     parser.add_argument("--json", type=Path, help="write all rows to this file")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="rows at once")
     wishes = parser.parse_args()
     found = []
     print(HEADING, flush=True)
-    for label, plan in _plans(wishes.only):
-        if all(part in label for part in wishes.parts):
-            found.append(_row(label, check_plan(plan)))
-            print(_line(found[-1]), flush=True)
+    plans = [each for each in _plans(wishes.only) if all(part in each[0] for part in wishes.parts)]
+    with ProcessPoolExecutor(wishes.jobs, mp_context=get_context("spawn")) as workers:
+        for row in workers.map(_checked, plans):
+            found.append(row)
+            print(_line(row), flush=True)
             if wishes.json is not None:
                 wishes.json.write_text(json.dumps(found, indent=1))
     bad = [row for row in found if not row["ok"]]
@@ -48,6 +53,11 @@ def _plans(only: str | None) -> Iterator[tuple[str, Plan]]:
         yield from proof_plans()
     if only != "matrix":
         yield from ((large.label, large.plan) for large in LARGE)
+
+
+def _checked(named: tuple[str, Plan]) -> dict[str, Any]:
+    label, plan = named
+    return _row(label, check_plan(plan))
 
 
 def _row(label: str, found: Comparison) -> dict[str, Any]:

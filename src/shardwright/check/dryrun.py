@@ -6,6 +6,7 @@ many layers and microbatches is not executed whole: check/extrapolate.py makes i
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ def _tapes(
 ) -> list[list[Segment]]:
     """Tapes of programs on one mesh."""
     layout, rank = programs[0].layout, programs[0].rank
+    hook = sys.excepthook  # torch puts "[rank N]" before what it prints, once more with every group
     dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
     try:
         mesh = build_mesh(layout, "cpu")
@@ -119,6 +121,7 @@ def _tapes(
         dist.destroy_process_group()
         # they would hand the fake mesh to a real one of the same shape
         clear_dtensor_caches()  # type: ignore[no-untyped-call]
+        sys.excepthook = hook
 
 
 def _tape(

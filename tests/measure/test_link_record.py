@@ -4,7 +4,7 @@ from itertools import permutations
 
 from shardwright.cluster import Cluster
 from shardwright.measure.cells import Cell, kinds_of
-from shardwright.measure.link_record import LinkRecord, device_name_of, write_whole
+from shardwright.measure.link_record import LinkRecord, write_whole
 from shardwright.measure.nodes import Domains
 
 ALONE, INSIDE = 30e6, 250e6
@@ -56,10 +56,3 @@ def test_what_is_written_reads_back(tmp_path):
     write_whole(cluster, tmp_path / "cluster.toml")
     assert Cluster.from_file(tmp_path / "cluster.toml") == cluster
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]
-
-
-def test_names_that_drivers_give():
-    assert device_name_of("NVIDIA H200") == "h200"
-    assert device_name_of("NVIDIA H100 NVL") == "h100-nvl"
-    assert device_name_of("NVIDIA A100-SXM4-40GB") == "a100-40gb"
-    assert device_name_of("Tesla K80") is None

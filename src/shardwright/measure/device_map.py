@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from shardwright.bandwidth_map import DevicePoint, MapRecord, Unmeasured
-from shardwright.cluster import Cluster, Device, cluster_of, device, device_names, host_memory, usable_cores
+from shardwright.cluster import Cluster, Device, cluster_of, device, host_memory, usable_cores
 from shardwright.errors import ClusterError
 from shardwright.measure.call_time import timing
 from shardwright.measure.device_fit import fitted_device, predicted_time, with_predictions
+from shardwright.measure.device_names import preset_of
 from shardwright.measure.device_points import measured_points, sizes_of
 from shardwright.model import ModelSpec
 from shardwright.run.dp import PRECISION_DTYPE
@@ -125,24 +126,12 @@ def _cluster_here(
         return base, ()
     if here.type == "cpu":
         return cluster_of("cpu", 1), ()
-    name = known_device(torch.cuda.get_device_name(here))
-    if name is not None:
-        return cluster_of(name, 1, 1, fitted=True), ()
+    known = preset_of(torch.cuda.get_device_name(here))
+    if known is not None:
+        return cluster_of(known.name, 1, 1, fitted=True), ()
     found = _unknown_device(here, say)
     line = f"no device file describes {found.name}: links and margins of {LIKE_UNKNOWN}, peaks as measured"
     return Cluster(ranks=1, gpus_per_node=1, device=found), (line,)
-
-
-def known_device(cuda_name: str) -> str | None:
-    """The shipped device that CUDA calls so ("NVIDIA H100 80GB HBM3"): of those whose every word is in the
-    name the one of most words; None: none is."""
-    text = cuda_name.lower().replace("-", " ")
-    words = {*text.split(), text.replace(" ", "")}
-    for joined in ("80gb", "40gb", "32gb", "16gb", "sxm", "pcie"):
-        words |= {joined} if joined in text else set()
-    words |= {"rtx4090"} if {"rtx", "4090"} <= words else set()
-    fitting = [name for name in device_names() if name != "host" and set(name.split("-")) <= words]
-    return max(fitting, key=lambda name: (len(name.split("-")), name), default=None)
 
 
 def _unknown_device(here: torch.device, say: Callable[[str], None]) -> Device:

@@ -3,8 +3,7 @@
 By the classes of links that a topology names, by measured pairs, or by the levels of the cluster.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,9 +11,8 @@ from numpy.typing import NDArray
 
 from shardwright.bandwidth_map import MapRecord
 from shardwright.cluster import Cluster
-
-CLASSES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""Links over PCIe as `nvidia-smi topo -m` names them, the nearest first."""
+from shardwright.measure.cliques import cliques
+from shardwright.measure.link_classes import ORDER, nvlinks
 
 SAME_TIER = 0.75
 """Ratio of neighbouring speeds below which a new tier begins."""
@@ -63,9 +61,9 @@ def local_speeds(table: NDArray[np.float64], n: int) -> NDArray[np.float64]:
 
 def class_order(name: str) -> tuple[int, int | str]:
     """Key that sorts classes of links from the fastest: more NVLinks first, then by distance over PCIe."""
-    if links := re.fullmatch(r"NV(\d+)", name):
-        return 0, -int(links[1])
-    return (1, CLASSES.index(name)) if name in CLASSES else (2, name)
+    if count := nvlinks(name):
+        return 0, -count
+    return (1, ORDER.index(name)) if name in ORDER else (2, name)
 
 
 def _by_class(classes: Sequence[Sequence[str]], speeds: NDArray[np.float64]) -> list[Tier]:
@@ -78,7 +76,7 @@ def _by_class(classes: Sequence[Sequence[str]], speeds: NDArray[np.float64]) -> 
         def joined(a: int, b: int, least: tuple[int, int | str] = least) -> bool:
             return class_order(classes[a][b]) <= least
 
-        groups = _cliques(n, joined)
+        groups = cliques(n, joined)
         found.append(Tier(name, _slowest(groups, speeds), groups, "topology"))
     return found
 
@@ -94,7 +92,7 @@ def _by_speed(speeds: NDArray[np.float64]) -> list[Tier]:
         def joined(a: int, b: int, least: float = least) -> bool:
             return bool(speeds[a, b] >= least)
 
-        groups = _cliques(len(speeds), joined)
+        groups = cliques(len(speeds), joined)
         found.append(Tier("", _slowest(groups, speeds), groups, "measured"))
     return found
 
@@ -111,19 +109,6 @@ def _by_level(cluster: Cluster) -> list[Tier]:
         for level in cluster.domains
         if level.ranks <= cluster.gpus_per_node
     ]
-
-
-def _cliques(n: int, joined: Callable[[int, int], bool]) -> tuple[tuple[int, ...], ...]:
-    """Devices shared out into groups in which every two are joined, the lowest numbers first."""
-    left, found = list(range(n)), []
-    while left:
-        group: list[int] = []
-        for device in left:
-            if all(joined(device, other) for other in group):
-                group.append(device)
-        left = [device for device in left if device not in group]
-        found.append(tuple(group))
-    return tuple(found)
 
 
 def _slowest(groups: Sequence[Sequence[int]], speeds: NDArray[np.float64]) -> float | None:

@@ -1,12 +1,13 @@
 """What a class of links carries, which devices NVLink joins, and how far each device is from the NICs."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from shardwright.bandwidth_map import UNREACHED
 from shardwright.cluster import Device
+from shardwright.measure.cliques import cliques
 from shardwright.measure.topology import Topology
 
 Classes = Sequence[Sequence[str]]
@@ -115,29 +116,12 @@ def carried(link: str, device: Device, pcie: float = 0.0) -> Carried | None:
 
 def islands(classes: Classes) -> tuple[tuple[int, ...], ...]:
     """Devices shared out into groups in which NVLink joins every pair, large groups before small ones."""
-    return _cliques(classes, 0)
+    return within(classes, 0)
 
 
 def within(classes: Classes, most: int) -> tuple[tuple[int, ...], ...]:
     """The same for pairs that are at most ``most`` apart, as ``distance`` counts."""
-    return _cliques(classes, most)
-
-
-def _cliques(classes: Classes, most: int) -> tuple[tuple[int, ...], ...]:
-    left, found = list(range(len(classes))), []
-    while left:
-        group = max((_grown(classes, most, left, seed) for seed in left), key=len)
-        left = [device for device in left if device not in group]
-        found.append(group)
-    return tuple(sorted(found))
-
-
-def _grown(classes: Classes, most: int, left: Iterable[int], seed: int) -> tuple[int, ...]:
-    group = [seed]
-    for device in left:
-        if device != seed and all(distance(classes[device][other]) <= most for other in group):
-            group.append(device)
-    return tuple(sorted(group))
+    return cliques(len(classes), lambda a, b: distance(classes[a][b]) <= most)
 
 
 def nvlink_groups(classes: Classes) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,6 +20,7 @@ import torch
 
 from shardwright.cluster import usable_cores
 from shardwright.measure import link_rank
+from shardwright.run.launch import die_with_parent
 
 
 class Children:
@@ -97,7 +97,7 @@ def _child(
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the parent's
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the conductor decides
-        _end_with_parent()
+        die_with_parent()
         with open(stderr, "wb") as file:
             os.dup2(file.fileno(), 2)
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
@@ -119,19 +119,6 @@ def _child(
 
 def _local_world() -> str:
     return os.environ.get("LOCAL_WORLD_SIZE", "1")
-
-
-def _end_with_parent() -> None:
-    """End this process when the parent is gone, however it went."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager

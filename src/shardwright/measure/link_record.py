@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from shardwright.bandwidth_map import Curve, MapRecord, Pair, Unmeasured
-from shardwright.cluster import Cluster, Level, Link, cluster_of, device, device_names, share_of_host
+from shardwright.cluster import Cluster, Level, Link, cluster_of, device, share_of_host
 from shardwright.measure.cells import Cell
 from shardwright.measure.link_fit import FittedLink, fit_link
 from shardwright.measure.nodes import Domains
@@ -185,13 +185,6 @@ def _name(size: int, domains: Domains) -> str:
     if size == domains.node:
         return "node"
     return "network" if size == domains.sizes[-1] else f"domain of {size}"
-
-
-def device_name_of(reported: str) -> str | None:
-    """Name of the shipped device that a driver's name ("NVIDIA H100 80GB HBM3") means; None: none of them."""
-    words = set(reported.lower().replace("-", " ").split())
-    found = [name for name in device_names() if words >= set(name.replace("-", " ").split())]
-    return max(found, key=len) if found else None
 
 
 def write_whole(cluster: Cluster, path: Path) -> None:

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from shardwright.bandwidth_map import Unmeasured
-from shardwright.cluster import Cluster
+from shardwright.cluster import Cluster, device
 from shardwright.errors import ClusterError, RunFailedError
 from shardwright.measure import exchange
 from shardwright.measure.cells import FIRST_SIZE
 from shardwright.measure.conductor import LOOK_S, Conductor
+from shardwright.measure.device_names import preset_of
 from shardwright.measure.link_processes import Children, children
-from shardwright.measure.link_record import LinkRecord, device_name_of, write_whole
+from shardwright.measure.link_record import LinkRecord, write_whole
 from shardwright.measure.link_stages import Stages
 from shardwright.measure.progress import TimeBar, time_bar
 from shardwright.run.launch import termination_as_interrupt, under_torchrun
@@ -176,14 +177,15 @@ def _describe(conductor: Conductor, record: LinkRecord) -> tuple[int, str]:
     record.hosts = tuple(about[rank]["host"] if rank in about else "" for rank in range(conductor.world))
     found = next(iter(about.values()))
     record.source = f"{found['backend']}, torch {torch.__version__}, {conductor.world} ranks"
-    name = "cpu" if found["device"] == "cpu" else device_name_of(found["device"])
-    if name is None and record.base is None:
+    on_cpu = found["device"] == "cpu"
+    known = device("cpu") if on_cpu else preset_of(found["device"])
+    if known is None and record.base is None:
         raise ClusterError(
             f"device {found['device']!r} is not among those known: describe it in a cluster.toml and give "
             "that as --cluster"
         )
-    record.device_name = name or ""
-    return _ranks_of_a_host(record.hosts, found["local_world"]), "cpu" if name == "cpu" else "cuda"
+    record.device_name = known.name if known else ""
+    return _ranks_of_a_host(record.hosts, found["local_world"]), "cpu" if on_cpu else "cuda"
 
 
 def _ranks_of_a_host(hosts: tuple[str, ...], local_world: int) -> int:

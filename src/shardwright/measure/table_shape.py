@@ -1,4 +1,4 @@
-"""Where a table's times do not grow as they should: holes, drops, and halves that lie apart."""
+"""Where a table's times do not grow as they should: holes and drops."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,9 +13,6 @@ DEEP = 0.5
 
 FALLEN = 0.7
 """Share of the best bandwidth that larger messages fall below."""
-
-APART = 1.5
-"""Ratio of in-place and out-of-place times that is no noise."""
 
 LARGE = 1 << 20
 """Bytes from which times are those of moving data."""
@@ -82,20 +79,6 @@ def drop(rows: Sequence[Row]) -> Drop | None:
     if not low or low != behind[-len(low) :]:
         return None
     return Drop(best, low[0], low[-1])
-
-
-def apart(rows: Sequence[Row]) -> tuple[Row, float] | None:
-    """The row in the middle of those that move data in which one half takes 1.5 times the other, and its
-    ratio in-place / out-of-place; None if most rows do not."""
-    pairs = [
-        (row.in_place.time.value / row.out_of_place.time.value, row)
-        for row in rows
-        if row.size >= LARGE and row.in_place is not None and row.out_of_place is not None
-    ]
-    if len(pairs) < 2:
-        return None
-    ratio, row = sorted(pairs, key=lambda pair: pair[0])[len(pairs) // 2]
-    return (row, ratio) if ratio > APART or ratio < 1 / APART else None
 
 
 def _ordered(rows: Sequence[Row]) -> list[Row]:

@@ -196,7 +196,7 @@ def _rank_main(
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the parent's
         signal.signal(signal.SIGINT, _interrupt_once)
-        _die_with_parent()
+        die_with_parent()
         _keep_stderr(Path(folder, f"stderr-{rank}"), visible=rank == 0)
         device = _rank_device(device_type, rank)
         if "OMP_NUM_THREADS" not in os.environ:
@@ -248,7 +248,7 @@ def _rank_device(device_type: str, local_rank: int) -> torch.device:
     return device
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End this process when the parent is gone, however it went."""
     parent = multiprocessing.parent_process()
     if parent is None:

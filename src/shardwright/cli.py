@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from shardwright import __version__
+from shardwright import cli_groups as groups
 from shardwright import cli_options as opt
 from shardwright import cli_train_options as train_opt
 from shardwright.cli_map import map_app
@@ -116,14 +117,14 @@ def presets(as_json: opt.JsonOption = False) -> None:
 
 
 @app.command()
-@opt.with_groups
+@groups.with_groups
 def plan(
     model: opt.ModelArgument,
     seq: opt.Seq,
     global_batch: opt.GlobalBatch,
-    cluster: opt.ClusterOptions,
-    options: opt.JobOptions,
-    fixed: opt.FixedOptions,
+    cluster: groups.ClusterOptions,
+    options: groups.JobOptions,
+    fixed: groups.FixedOptions,
     framework: opt.FrameworkOption = None,
     objective: opt.ObjectiveOption = opt.ObjectiveName.time,
     max_memory: opt.MaxMemory = None,
@@ -137,11 +138,11 @@ def plan(
     as_json: opt.JsonOption = False,
 ) -> None:
     """Find the best layout of a job that fits, and say why the others are out."""
-    spec, devices = model_of(model), opt.cluster_of_options(cluster)
-    job = opt.job_of_options(seq, global_batch, options, framework, devices)
+    spec, devices = model_of(model), groups.cluster_of_options(cluster)
+    job = groups.job_of_options(seq, global_batch, options, framework, devices)
     if measure:
         devices = _measured(spec, job, devices)
-    columns, ranking = opt.columns_of_options(fixed, framework), _ranking(runnable, modelled)
+    columns, ranking = groups.columns_of_options(fixed, framework), _ranking(runnable, modelled)
     search = spec, job, devices, columns, max_memory, top, ranking
     try:
         if why is None:
@@ -223,13 +224,13 @@ def table(
 
     names = MODELS if models is None else [name.strip() for name in models.split(",")]
     counts = [_read("--gpus", parse_count, count) for count in gpus.split(",")]
-    hardware = opt.ClusterOptions(None, device_name, gpus_per_node, None, price)
-    clusters = [opt.cluster_of_options(hardware._replace(gpus=count)) for count in counts]
+    hardware = groups.ClusterOptions(None, device_name, gpus_per_node, None, price)
+    clusters = [groups.cluster_of_options(hardware._replace(gpus=count)) for count in counts]
     batch = sequences_of(_read("--tokens-per-step", parse_count, tokens_per_step), seq)
-    job = opt.job_of_options(seq, batch, opt.JobOptions(precision=precision), framework, clusters[0])
+    job = groups.job_of_options(seq, batch, groups.JobOptions(precision=precision), framework, clusters[0])
     specs, columns = (
         [model_of(name) for name in names],
-        opt.columns_of_options(opt.FixedOptions(), framework),
+        groups.columns_of_options(groups.FixedOptions(), framework),
     )
     assumed = *(spec.assumed for spec in specs), *(cluster.assumed for cluster in clusters)
     document = {
@@ -345,7 +346,7 @@ def tokenize(
 
 
 @app.command()
-@opt.with_groups
+@groups.with_groups
 def train(
     plan_path: opt.PlanArgument,
     data: opt.DataOption = None,

@@ -15,11 +15,12 @@ from shardwright.doctor.nic_share import nic_findings
 from shardwright.doctor.pairs import locate
 from shardwright.errors import ClusterError
 from shardwright.measure.expected import Comparison, against_expected
-from shardwright.measure.nccl_tests import Row
+from shardwright.measure.judgement import Fault, Judgement
+from shardwright.measure.nccl_table import Row
 from shardwright.measure.pair_speeds import pair_speeds
 from shardwright.measure.pair_table import PairList
 from shardwright.measure.size_fit import SizeFit, size_fit
-from shardwright.measure.table_checks import Fault, Judgement, judge, plateau
+from shardwright.measure.table_checks import judge, plateau
 from shardwright.measure.table_curves import tables_cluster
 from shardwright.measure.table_shape import drop, holes
 from shardwright.units import KiB, format_bandwidth, format_bytes, format_time

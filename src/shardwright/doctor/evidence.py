@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from shardwright.cluster import Cluster
 from shardwright.doctor.finding import Source
 from shardwright.doctor.setting import Setting
-from shardwright.measure.nccl_tests import Table
+from shardwright.measure.nccl_table import Table
 from shardwright.measure.pair_table import PairList
 from shardwright.measure.topology import Topology
 from shardwright.model import ModelSpec

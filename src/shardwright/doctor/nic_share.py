@@ -1,7 +1,8 @@
 """Tables between nodes against the network cards that the text around them names: what share they carry."""
 
 from shardwright.doctor.finding import Certainty, Finding, Source
-from shardwright.measure.table_checks import Judgement, plateau
+from shardwright.measure.judgement import Judgement
+from shardwright.measure.table_checks import plateau
 from shardwright.units import format_bandwidth
 
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")

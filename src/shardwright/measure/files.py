@@ -9,7 +9,8 @@ from typing import Any
 from shardwright.bandwidth_map import MapRecord
 from shardwright.cluster import Cluster, Device, device
 from shardwright.errors import EvidenceError, ShardwrightError
-from shardwright.measure.nccl_tests import Table, is_nccl_table, read_tables
+from shardwright.measure.nccl_table import Table
+from shardwright.measure.nccl_tests import is_nccl_table, read_tables
 from shardwright.measure.pair_table import PairList, is_pair_list, read_pair_list
 from shardwright.measure.table_curves import UNKNOWN_DEVICE, tables_cluster
 from shardwright.measure.topology import Topology, has_matrix, read_topologies

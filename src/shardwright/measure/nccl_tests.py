@@ -5,21 +5,14 @@ without any. Lines may have colours, CRLF, and a launcher's prefix (srun --label
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwright.errors import EvidenceError
+from shardwright.measure.nccl_table import WIDTHS, Measured, Printed, Row, Table
 from shardwright.measure.table_context import Around, Gatherer, program_of
 from shardwright.units import GB
-
-WIDTHS: Mapping[str, int] = {
-    **dict.fromkeys(("int8", "uint8", "char", "f8e4m3", "f8e5m2", "fp8_e4m3", "fp8_e5m2"), 1),
-    **dict.fromkeys(("half", "bfloat16", "float16", "bf16", "fp16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float", "int", "float32", "fp32"), 4),
-    **dict.fromkeys(("int64", "uint64", "double", "float64", "fp64"), 8),
-}
-"""Bytes of an element by the names that the tools print."""
 
 _COLUMNS: Mapping[str, str] = {
     **{name: name for name in ("size", "count", "type", "redop", "root", "time", "algbw", "busbw")},
@@ -52,74 +45,6 @@ _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([\d.]+)")
 _BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)")
 _CONCLUDED = "Collective test concluded"
 _FOOTERS = ("Errors with asterisks", "Out of bounds", "Avg bus", "Avg bandwidth", _CONCLUDED)
-
-
-class Printed(NamedTuple):
-    """A number in SI units, and half a unit of its last printed digit."""
-
-    value: float
-    half: float
-
-    @property
-    def low(self) -> float:
-        """Least that is printed so."""
-        return max(self.value - self.half, 0.0)
-
-    @property
-    def high(self) -> float:
-        """Most that is printed so."""
-        return self.value + self.half
-
-
-class Measured(NamedTuple):
-    """One run at one size: time [s], bandwidths [B/s], wrong elements (None: not checked)."""
-
-    time: Printed
-    algbw: Printed
-    busbw: Printed
-    wrong: int | None
-
-
-class Row(NamedTuple):
-    """One line of a table; ``size`` [B]; ``root`` None: no such column; a half that is absent is None."""
-
-    line: int
-    text: str
-    size: int
-    elements: int
-    type: str
-    redop: str
-    root: int | None
-    out_of_place: Measured | None
-    in_place: Measured | None
-
-    @property
-    def measured(self) -> Measured | None:
-        """Out of place, or what there is."""
-        return self.out_of_place or self.in_place
-
-    @property
-    def halves(self) -> Iterator[tuple[str, Measured]]:
-        """Those that are there, with their names."""
-        for name, half in (("out-of-place", self.out_of_place), ("in-place", self.in_place)):
-            if half is not None:
-                yield name, half
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of one run in a file; ``average``: the bus bandwidth it prints at its end [B/s]."""
-
-    name: str
-    rows: tuple[Row, ...]
-    around: Around
-    average: float | None = None
-    out_of_bounds: int = 0
-
-    @property
-    def line(self) -> int:
-        """Of its first row."""
-        return self.rows[0].line
 
 
 class _Header(NamedTuple):

@@ -10,9 +10,10 @@ from shardwright.bandwidth_map import Collective, Curve, MapRecord
 from shardwright.cluster import Cluster, Device, Level, Link, device
 from shardwright.errors import ClusterError
 from shardwright.measure.device_names import preset_of
-from shardwright.measure.nccl_tests import Table
+from shardwright.measure.judgement import Judgement, bus_factor
+from shardwright.measure.nccl_table import Table
 from shardwright.measure.size_fit import SizeFit, size_fit
-from shardwright.measure.table_checks import Judgement, bus_factor, judge
+from shardwright.measure.table_checks import judge
 from shardwright.units import MiB, significant
 
 UNKNOWN_DEVICE = "h100"

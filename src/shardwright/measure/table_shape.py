@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwright.measure.nccl_tests import Measured, Row
+from shardwright.measure.nccl_table import Measured, Row
 
 FAR = 3.0
 """Times a larger message's time at which a smaller one is in a hole."""

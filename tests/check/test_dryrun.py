@@ -6,6 +6,7 @@ Then the ledger is broken, and then the runtime, and the comparison must name th
 import dataclasses
 import functools
 import resource
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -239,10 +240,11 @@ def test_the_peak_is_the_sum_of_its_kinds():
 
 def test_no_process_group_is_left(monkeypatch):
     monkeypatch.setattr(step.Stepper, "backward", lambda *_: 1 / 0)
-    plan = PLANS[0]
+    plan, hook = PLANS[0], sys.excepthook
     with pytest.raises(ZeroDivisionError):
         dry_run(plan.spec, plan.job, plan.layout)
     assert not dist.is_initialized()
+    assert sys.excepthook is hook
 
 
 # A broken ledger

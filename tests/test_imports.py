@@ -19,32 +19,16 @@ ROOMS = (
     *("hf_reader", "hf_families", "hf_config"),
     *("program", "job", "bandwidth_map", "cluster", "layout", "planfile"),
     *("data", "plan", "hf_meta", "derive", "run", "measure", "check", "doctor", "export", "report", "web"),
-    *(
-        "launcher",
-        "cli_options",
-        "cli_groups",
-        "cli_train_options",
-        "cli_parity_options",
-        "cli_print",
-        "cli_proof",
-    ),
-    *("cli_map", "cli"),
+    *("launcher", "cli_options", "cli_groups", "cli_train_options", "cli_parity_options"),
+    *("cli_print", "cli_proof", "cli_map", "cli"),
 )
 """A room imports only from itself and from rooms to the left of it."""
 
 OUTSIDE = ("__init__", "__main__")
 
 PLANNER = frozenset(ROOMS[: ROOMS.index("plan") + 1]) | {
-    *(
-        "cli",
-        "cli_options",
-        "cli_groups",
-        "cli_train_options",
-        "cli_parity_options",
-        "cli_print",
-        "cli_proof",
-    ),
-    *("cli_map", "report"),
+    *("cli", "cli_options", "cli_groups", "cli_train_options", "cli_parity_options"),
+    *("cli_print", "cli_proof", "cli_map", "report"),
 }
 """Rooms that work on every system and without torch."""
 

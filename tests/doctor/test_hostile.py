@@ -61,7 +61,8 @@ def test_bombs_are_not_unpacked(tmp_path):
             file.write(bytes(1 << 20))
     with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.log", b"a" * (70 << 20))
-    document = diagnose([str(tmp_path / "a.gz"), str(tmp_path / "b.zip")])
+    (tmp_path / "ok.log").write_text("nothing\n")
+    document = diagnose([str(tmp_path / name) for name in ("a.gz", "b.zip", "ok.log")])
     assert ["unpacks to more than" in refused["reason"] for refused in document["refused"]] == [True, True]
 
 

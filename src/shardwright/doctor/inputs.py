@@ -4,11 +4,9 @@ Nothing of a file is executed, and none is read whole unless its size is bounded
 note.
 """
 
-import gzip
 import io
 import json
 import tomllib
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -19,11 +17,22 @@ from shardwright.cluster import Cluster
 from shardwright.doctor import crash_log, memory_log, message_log, nccl_log, step_log
 from shardwright.doctor.accelerate import is_accelerate, setting_of_accelerate
 from shardwright.doctor.deepspeed import is_deepspeed, setting_of_deepspeed
+from shardwright.doctor.event_files import is_events_head, read_events
 from shardwright.doctor.evidence import Evidence, Message
 from shardwright.doctor.finding import Source
 from shardwright.doctor.flight import is_dump, read_dump
 from shardwright.doctor.lines import merged, rank_of_name, read_lines
 from shardwright.doctor.megatron import flags_of, is_megatron, setting_of_megatron
+from shardwright.doctor.packed import (
+    FAULTS,
+    MOST_FILES,
+    PACKINGS,
+    Member,
+    is_tar,
+    tar_members,
+    unpacked,
+    zip_members,
+)
 from shardwright.doctor.pickles import RefusedPickleError, read_pickle
 from shardwright.doctor.run_folder import (
     is_failures,
@@ -35,7 +44,7 @@ from shardwright.doctor.run_folder import (
 )
 from shardwright.doctor.setting import Setting, setting_of_plan
 from shardwright.doctor.step_log import step_of_mapping
-from shardwright.doctor.streams import BUFFER, AgainStream, BoundedStream, buffered
+from shardwright.doctor.streams import BUFFER, AgainStream, buffered
 from shardwright.doctor.tables import is_table, read_table
 from shardwright.doctor.torchtitan import is_torchtitan, setting_of_torchtitan
 from shardwright.doctor.trace import is_trace_head, read_trace
@@ -54,10 +63,10 @@ HEAD = 8192
 LARGEST_DOCUMENT = 256 << 20
 """Bytes of a JSON or TOML document that is read whole."""
 
-MOST_FILES = 4096
-"""Files of one folder or archive that are read."""
-
 STDIN = "-"
+
+CONTAINERS = (*PACKINGS, "zip", "tar")
+"""Kinds of files that are only what they hold."""
 
 TEXT_HEAD = 1 << 20
 """Bytes of a text in which a table's header or a configuration is looked for."""
@@ -118,29 +127,32 @@ def _read_stream(evidence: Evidence, name: str, stream: BinaryIO, size: int = 0)
         head = reader.peek(HEAD)[:HEAD]
         kind = _kind(head, name)
         _KINDS[kind](evidence, name, reader, size)
-        evidence.inputs.append((name, kind))
+        if kind not in CONTAINERS:
+            evidence.inputs.append((name, kind))
     except (
         ShardwrightError,
         RefusedPickleError,
-        EOFError,
-        zipfile.BadZipFile,
         OSError,
         ValueError,
         RecursionError,
+        *FAULTS,
     ) as fault:
         words = str(fault) or type(fault).__name__
         evidence.notes.append((name, words.removeprefix(f"{name} ")))
 
 
 def _kind(head: bytes, name: str) -> str:
-    if head.startswith(b"\x1f\x8b"):
-        return "gzip"
+    for kind, packing in PACKINGS.items():
+        if head.startswith(packing.starts):
+            return kind
+    if is_tar(head):
+        return "tar"
+    if is_events_head(head):
+        return "events"
     if head.startswith(b"PK\x03\x04"):
         return "zip"
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "pickle"
-    if head.startswith((b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh")):
-        return "packed"
     if head.startswith((b"\x7fELF", b"\x89PNG", b"MZ\x90")):
         return "binary"
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -157,20 +169,28 @@ def _kind(head: bytes, name: str) -> str:
     return "text"
 
 
-def _read_gzip(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
-    inner = BoundedStream(cast(BinaryIO, gzip.GzipFile(fileobj=stream)), size, name)
-    _read_stream(evidence, name.removesuffix(".gz"), cast(BinaryIO, inner))
+def _read_packed(kind: str) -> Callable[[Evidence, str, BinaryIO, int], None]:
+    def read(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+        _read_stream(evidence, *unpacked(kind, name, stream, size))
+
+    return read
 
 
-def _read_zip(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
-    with zipfile.ZipFile(stream) as archive:
-        members = [info for info in archive.infolist() if not info.is_dir()][:MOST_FILES]
-        if any(info.filename.endswith("data.pkl") for info in members):
-            raise EvidenceError("is a torch.save archive: weights are no evidence here, it is not loaded")
-        for info in members:
-            with archive.open(info) as member:
-                inner = BoundedStream(cast(BinaryIO, member), info.compress_size, f"{name}/{info.filename}")
-                _read_stream(evidence, f"{name}/{info.filename}", cast(BinaryIO, inner))
+def _read_archive(
+    members: Callable[[str, BinaryIO], Iterator[Member]],
+) -> Callable[[Evidence, str, BinaryIO, int], None]:
+    def read(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
+        for member in members(name, stream):
+            if member.stream is None:
+                evidence.notes.append((member.name, member.reason))
+            else:
+                _read_stream(evidence, member.name, member.stream)
+
+    return read
+
+
+def _read_events(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
+    evidence.records += read_events(name)
 
 
 def _read_pickled(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
@@ -299,13 +319,14 @@ def _refuse(why: str) -> Callable[[Evidence, str, BinaryIO, int], None]:
 
 
 _KINDS: Mapping[str, Callable[[Evidence, str, BinaryIO, int], None]] = {
-    "gzip": _read_gzip,
-    "zip": _read_zip,
+    **{kind: _read_packed(kind) for kind in PACKINGS},
+    "zip": _read_archive(zip_members),
+    "tar": _read_archive(tar_members),
+    "events": _read_events,
     "pickle": _read_pickled,
     "json": _read_json,
     "toml": _read_toml,
     "text": _read_text,
-    "packed": _refuse("is packed in a way that is not read here: unpack it first"),
     "binary": _refuse("is a program or picture, not a log"),
 }
 

@@ -70,8 +70,16 @@ class Series:
         return self.global_batch * self.seq if self.global_batch and self.seq else None
 
 
+EVENTS = "events.out.tfevents"
+"""How names of TensorBoard's files begin."""
+
+SAME_DIGITS = 1e-3
+"""By how much a number of an event file may differ from the same one in a log, which is rounded."""
+
+
 def series_of(evidence: Evidence) -> list[Series]:
-    """One series a file, of the first rank that prints in it."""
+    """One series a file, of the first rank that prints in it; an event file goes on with the one before it in
+    its folder, and tells nothing new of a run that is there as a log too."""
     files: dict[str, list[Step]] = {}
     for step in evidence.of(Step):
         files.setdefault(step.source.file, []).append(step)
@@ -80,8 +88,41 @@ def series_of(evidence: Evidence) -> list[Series]:
         first = next((step.rank for step in steps if step.rank is not None), None)
         kept = [step for step in steps if step.rank in (None, first)]
         found.append(Series(name, kept))
+    found = _without_events_of_logs(_joined_events(found))
     _give_settings(found, evidence)
     return found
+
+
+def _is_events(series: Series) -> bool:
+    return series.name.rpartition("/")[2].startswith(EVENTS)
+
+
+def _joined_events(found: Sequence[Series]) -> list[Series]:
+    """Event files of one folder as one run, where each begins behind the end of the one before."""
+    joined: list[Series] = []
+    for series in found:
+        before = joined[-1] if joined and _is_events(series) and _is_events(joined[-1]) else None
+        same = before is not None and _folder(before.name) == _folder(series.name)
+        if before is not None and same and (series.steps[0].step or 0) > (before.steps[-1].step or 0):
+            before.steps += series.steps
+        else:
+            joined.append(series)
+    return joined
+
+
+def _without_events_of_logs(found: Sequence[Series]) -> list[Series]:
+    logs = [series for series in found if not _is_events(series)]
+    return [series for series in found if not _is_events(series) or not any(_same(series, o) for o in logs)]
+
+
+def _same(events: Series, log: Series) -> bool:
+    """Whether two files hold the same numbers of one run."""
+    for key in ("loss", "grad_norm", "step_time", "tokens_per_s_per_gpu"):
+        a, b = events.values(key), log.values(key)
+        common = set(a) & set(b)
+        if common:
+            return all(math.isclose(a[step], b[step], rel_tol=SAME_DIGITS) for step in common)
+    return False
 
 
 def _give_settings(found: Sequence[Series], evidence: Evidence) -> None:

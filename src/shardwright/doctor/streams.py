@@ -16,7 +16,7 @@ MOST_RATIO = 300
 ALWAYS_ALLOWED = 64 << 20
 
 
-class _Stream(io.RawIOBase):
+class Stream(io.RawIOBase):
     """What BufferedReader needs of one: subclasses give the next bytes."""
 
     def readable(self) -> bool:
@@ -33,7 +33,7 @@ class _Stream(io.RawIOBase):
         raise NotImplementedError
 
 
-class BoundedStream(_Stream):
+class BoundedStream(Stream):
     """A packed file's content that ends with an error when it grows beyond all measure."""
 
     def __init__(self, stream: BinaryIO, packed: int, name: str) -> None:
@@ -56,7 +56,7 @@ class BoundedStream(_Stream):
         return data
 
 
-class AgainStream(_Stream):
+class AgainStream(Stream):
     """Bytes that were read already, then the rest."""
 
     def __init__(self, data: bytes, rest: BinaryIO) -> None:
@@ -71,5 +71,5 @@ def buffered(stream: BinaryIO | io.RawIOBase) -> io.BufferedReader:
     """The stream with a buffer that can be peeked into; closing it leaves the stream open."""
     if isinstance(stream, io.BufferedReader):
         return stream
-    raw = stream if isinstance(stream, _Stream) else AgainStream(b"", cast(BinaryIO, stream))
+    raw = stream if isinstance(stream, Stream) else AgainStream(b"", cast(BinaryIO, stream))
     return io.BufferedReader(raw, BUFFER)

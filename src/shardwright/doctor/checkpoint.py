@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardwright.doctor.evidence import Evidence, Failure, Message, Stack
 from shardwright.doctor.finding import Finding, Source
+from shardwright.doctor.moments import moment_findings
 from shardwright.doctor.series import is_resumed, series_of
 from shardwright.doctor.setting import Setting
 from shardwright.plan.goodput import daly_interval
@@ -22,6 +23,9 @@ TOO_FAR = 2.0
 """Ratio of an interval to the best one from which it costs noticeably more: goodput is flat around the
 best."""
 
+LEAST_SHARD = 4096
+"""Elements from which two sizes of flat tensors that divide each other are shards, not shapes."""
+
 HOST_BYTES = 12
 """Of a parameter gathered with Adam's state in fp32: 4 + 4 + 4."""
 
@@ -31,6 +35,7 @@ def checkpoint_findings(evidence: Evidence) -> list[Finding]:
     found = list(_messages(evidence))
     found += _listing(evidence)
     found += _gathering(evidence)
+    found += moment_findings(evidence)
     found += _resumed(evidence)
     for setting in evidence.stated:
         found += interval_findings(setting)
@@ -82,8 +87,19 @@ def _of_file(message: Message) -> Iterator[Finding]:
     if message.what == "damaged":
         yield Finding("file_damaged", "likely", line, ranks, source)
     elif message.what == "optimizer_empty":
-        text = "the state dict of the optimizer is empty"
+        empty = "is empty" in message.source.text
+        text = "the state dict of the optimizer is empty" if empty else "the optimizer could not be loaded"
         yield Finding("optimizer_state_missing", "certain", text, ranks, source)
+    elif message.what == "form_refused":
+        text = (
+            "the optimizer's state is written as flattened ranges (fully_sharded_model_space), which "
+            "megatron-core refuses from 0.14 on, for saving and for loading"
+        )
+        yield Finding("format_refused", "certain", text, ranks, source)
+    elif message.what == "not_loaded":
+        yield from _not_loaded(message)
+    elif message.what == "tensor_sizes":
+        yield from _other_shards(message)
     elif message.what == "flattened_range":
         text = (
             "the optimizer's tensors are flattened ranges, a form that only the layout that wrote it can read"
@@ -98,6 +114,43 @@ def _of_file(message: Message) -> Iterator[Finding]:
         yield from _format(message)
     elif message.what == "version":
         yield Finding("version_refused", "certain", line, ranks, source)
+
+
+def _not_loaded(message: Message) -> Iterator[Finding]:
+    """Keys that a checkpoint has and a load leaves there."""
+    names = re.findall(r"[\w.]+", str(message.numbers["name"]))
+    own = [name for name in names if OPTIMIZER_KEY.search(name.lower())]
+    if own:
+        text = f"{len(own)} entries of the optimizer's state are in the checkpoint and not loaded: {own[0]}"
+        yield Finding(
+            "optimizer_state_missing", "certain", text, (), (message.source,), numbers={"entries": len(own)}
+        )
+    elif names:
+        text = f"{len(names)} keys of the checkpoint are not loaded: {names[0]}"
+        yield Finding("keys_differ", "certain", text, (), (message.source,), numbers={"key": names[0]})
+
+
+def _other_shards(message: Message) -> Iterator[Finding]:
+    """An optimizer whose flat shards are some times as long as those of the parameters."""
+    one, other = int(message.numbers["one"]), int(message.numbers["other"])
+    large, small = max(one, other), max(min(one, other), 1)
+    ratio = round(large / small)
+    stepping = re.search(r"optim|adam|exp_avg", " ".join(message.frames), re.IGNORECASE)
+    if (
+        stepping
+        and small >= LEAST_SHARD
+        and ratio > 1
+        and -(-large // ratio) in (small, small - 1, small + 1)
+    ):
+        yield Finding(
+            "world_size_changed",
+            "likely",
+            f"the optimizer's state has shards of {one:,} and {other:,} elements, {ratio} times: it was "
+            f"saved by {ratio} times as many or as few ranks",
+            (),
+            (message.source,),
+            numbers={"ratio": ratio},
+        )
 
 
 def _format(message: Message) -> Iterator[Finding]:

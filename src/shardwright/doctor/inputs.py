@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 import yaml  # type: ignore[import-untyped]
 
 from shardwright.cluster import Cluster
-from shardwright.doctor import crash_log, memory_log, message_log, nccl_log, step_log
+from shardwright.doctor import crash_log, memory_log, message_log, moments, nccl_log, step_log
 from shardwright.doctor.accelerate import is_accelerate, setting_of_accelerate
 from shardwright.doctor.deepspeed import is_deepspeed, setting_of_deepspeed
 from shardwright.doctor.event_files import is_events_head, read_events
@@ -72,7 +72,14 @@ TEXT_HEAD = 1 << 20
 """Bytes of a text in which a table's header or a configuration is looked for."""
 
 LINE_READERS = merged(
-    [nccl_log.READERS, crash_log.READERS, memory_log.READERS, message_log.READERS, step_log.READERS]
+    [
+        nccl_log.READERS,
+        crash_log.READERS,
+        memory_log.READERS,
+        message_log.READERS,
+        moments.READERS,
+        step_log.READERS,
+    ]
 )
 """What is looked for in text."""
 
@@ -222,7 +229,8 @@ def _read_json(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
         if matches(document):
             read(evidence, name, document)
             return
-    step = step_of_mapping(Source(name, 1, data[:400].decode("utf-8", errors="replace")), document)
+    source = Source(name, 1, data[:400].decode("utf-8", errors="replace"))
+    step = step_of_mapping(source, document, rank_of_name(name))
     if step is not None:
         evidence.records.append(step)
         return

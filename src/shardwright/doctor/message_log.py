@@ -252,7 +252,24 @@ PATTERNS: list[tuple[bytes, Pattern]] = [
             r"missing|does not exist|not found)",
         ),
     ),
+    (
+        b"flattened_range",
+        _pattern("form_refused", r"(?P<name>ShardedTensor\.flattened_range) is not supported"),
+    ),
     (b"flattened_range", _pattern("flattened_range", r"flattened_range")),
+    (b"Missing keys (for all", _pattern("not_loaded", r"Missing keys \(for all ranks\): \{?(?P<name>[^}]*)")),
+    (
+        b"Unexpected keys (for this",
+        _pattern("missing_key", r"Unexpected keys \(for this rank\): \{?['\"]?(?P<name>[^'\"},]*)"),
+    ),
+    (b"Unable to load optimizer", _pattern("optimizer_empty", r"Unable to load optimizer from checkpoint")),
+    (
+        b"must match the size of tensor",
+        _pattern(
+            "tensor_sizes",
+            r"size of tensor a \((?P<one>\d+)\) must match the size of tensor b \((?P<other>\d+)\)",
+        ),
+    ),
     (b"PytorchStreamReader failed", _pattern("damaged", r"PytorchStreamReader failed.*")),
     (b"invalid header or archive", _pattern("damaged", r"invalid header or archive is corrupted.*")),
     (b"Error while deserializing", _pattern("damaged", r"Error while deserializing.*")),

@@ -5,9 +5,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from shardwright.doctor.evidence import Evidence, Step
+from shardwright.doctor.evidence import Evidence
 from shardwright.doctor.factors import Factor, factors_of
 from shardwright.doctor.finding import Certainty, Finding, Source
+from shardwright.doctor.parts import parts_findings
 from shardwright.doctor.series import Ratio, Series, is_resumed, ratio_of, series_of
 
 EQUAL = 1e-3
@@ -31,7 +32,7 @@ def numbers_findings(evidence: Evidence) -> list[Finding]:
     """What losses and norms say: of one run, and of two against each other."""
     runs = [series for series in series_of(evidence) if series.values("loss") or series.values("grad_norm")]
     found = [finding for series in runs for finding in _alone(series)]
-    found += _by_part(evidence)
+    found += parts_findings(evidence)
     if len(runs) == 2 and not is_resumed(*runs):
         found += compared(runs[0], runs[1])
     return found
@@ -270,38 +271,3 @@ def _equal_or_parting(one: Series, other: Series, ratio: Ratio) -> Finding:
         (one.source(step), other.source(step)),
         numbers={"step": step, "largest_difference": largest},
     )
-
-
-def _by_part(evidence: Evidence) -> Iterator[Finding]:
-    """Means of microbatches or ranks that were averaged although they hold different numbers of tokens."""
-    parts: dict[tuple[str, int | None], list[Step]] = {}
-    wholes: dict[tuple[str, int | None], Step] = {}
-    for step in evidence.of(Step):
-        key = step.source.file, step.step
-        if "part" in step.values and "tokens" in step.values and "loss" in step.values:
-            parts.setdefault(key, []).append(step)
-        elif "loss" in step.values:
-            wholes[key] = step
-    for key, found in parts.items():
-        tokens = [step.values["tokens"] for step in found]
-        losses = [step.values["loss"] for step in found]
-        if len(found) < 2 or min(tokens) <= 0 or max(tokens) == min(tokens):
-            continue
-        mean = statistics.fmean(losses)
-        right = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
-        whole = wholes.get(key)
-        said = whole.values["loss"] if whole is not None else None
-        if said is not None and abs(said - right) <= abs(said - mean):
-            continue
-        ratio = max(tokens) / min(tokens)
-        yield Finding(
-            "averaged_by_microbatch",
-            "certain" if said is not None else "likely",
-            f"parts of {min(tokens):g} to {max(tokens):g} tokens have equal weight: a token of the "
-            f"shortest weighs {ratio:.4g} "
-            f"times one of the longest; the mean over tokens is {right:.6g}, the mean of means {mean:.6g}",
-            (),
-            tuple(step.source for step in found[:4]),
-            numbers={"weight_ratio": ratio, "mean_of_tokens": right, "mean_of_means": mean},
-        )
-        return

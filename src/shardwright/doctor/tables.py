@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shardwright.doctor.evidence import Step
 from shardwright.doctor.finding import Source
+from shardwright.doctor.lines import rank_of_name
 from shardwright.doctor.step_log import NAMES, STEP_NAMES, step_of_mapping
 
 MOST_ROWS = 200_000
@@ -22,6 +23,7 @@ def is_table(head: str) -> bool:
 
 def read_table(name: str, text: str) -> Iterator[Step]:
     """Its rows."""
+    own = rank_of_name(name)
     delimiter = "\t" if "\t" in text.partition("\n")[0] else ","
     rows = csv.DictReader(io.StringIO(text.lstrip("#").lstrip()), delimiter=delimiter)
     for number, row in enumerate(rows, start=2):
@@ -29,6 +31,6 @@ def read_table(name: str, text: str) -> Iterator[Step]:
             return
         values = {str(key).strip(): value for key, value in row.items() if key is not None}
         shown = delimiter.join(str(value) for value in values.values())
-        step = step_of_mapping(Source(name, number, shown), values)
+        step = step_of_mapping(Source(name, number, shown), values, own)
         if step is not None:
             yield step

@@ -41,12 +41,14 @@ def findings_of(evidence: Evidence) -> list[Finding]:
 
 
 def _explained(finding: Finding, found: Sequence[Finding]) -> bool:
-    """Whether an error of a rank is one that another kind has a name for."""
+    """Whether an error of a rank is one that another kind has a name for; a bare exit code says less than any
+    of its own kind."""
     if finding.cause != "rank_failed":
         return False
+    bare = ": exit code" in finding.summary
     files = {source.file for source in finding.evidence}
     return any(
-        other.kind in ("oom", "layout", "checkpoint")
+        (other.kind in ("oom", "layout", "checkpoint") or (bare and other.cause != "rank_failed"))
         and other.certainty != "cannot_tell"
         and files & {source.file for source in other.evidence}
         for other in found

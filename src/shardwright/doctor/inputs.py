@@ -9,16 +9,15 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import yaml  # type: ignore[import-untyped]
 
 from shardwright.cluster import Cluster
-from shardwright.doctor import crash_log, memory_log, message_log, moments, nccl_log, step_log
-from shardwright.doctor.accelerate import is_accelerate, setting_of_accelerate
-from shardwright.doctor.deepspeed import is_deepspeed, setting_of_deepspeed
+from shardwright.doctor import crash_log, fingerprints, memory_log, message_log, moments, nccl_log, step_log
+from shardwright.doctor.documents import DOCUMENTS, add_plan
 from shardwright.doctor.event_files import is_events_head, read_events
-from shardwright.doctor.evidence import Evidence, Message
+from shardwright.doctor.evidence import Evidence
 from shardwright.doctor.finding import Source
 from shardwright.doctor.flight import is_dump, read_dump
 from shardwright.doctor.lines import merged, rank_of_name, read_lines
@@ -35,29 +34,20 @@ from shardwright.doctor.packed import (
 )
 from shardwright.doctor.pickles import RefusedPickleError, read_pickle
 from shardwright.doctor.run_folder import (
-    is_failures,
-    is_state,
-    read_failures,
-    read_ranks,
-    read_state,
     silence_of,
 )
-from shardwright.doctor.setting import Setting, setting_of_plan
 from shardwright.doctor.step_log import step_of_mapping
 from shardwright.doctor.streams import BUFFER, AgainStream, buffered
 from shardwright.doctor.tables import is_table, read_table
-from shardwright.doctor.torchtitan import is_torchtitan, setting_of_torchtitan
 from shardwright.doctor.trace import is_trace_head, read_trace
 from shardwright.doctor.trainer import is_trainer, setting_of_trainer
 from shardwright.errors import EvidenceError, ShardwrightError
-from shardwright.hf_config import model_from_config
 from shardwright.measure.files import decoded
 from shardwright.measure.nccl_tests import is_nccl_table, read_tables
 from shardwright.measure.pair_table import is_pair_list, read_pair_list
 from shardwright.measure.topology import has_matrix, read_topologies
 from shardwright.measure.topology_xml import is_topology_xml, read_topology_xml
 from shardwright.model import ModelSpec
-from shardwright.planfile import Plan
 
 HEAD = 8192
 LARGEST_DOCUMENT = 256 << 20
@@ -74,6 +64,7 @@ TEXT_HEAD = 1 << 20
 LINE_READERS = merged(
     [
         nccl_log.READERS,
+        fingerprints.READERS,
         crash_log.READERS,
         memory_log.READERS,
         message_log.READERS,
@@ -244,7 +235,7 @@ def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise EvidenceError(f"is no TOML: {fault}") from None
     if "schema_version" in document:
-        _add_plan(evidence, name, data.decode("utf-8"))
+        add_plan(evidence, name, data.decode("utf-8"))
         return
     if "model_type" in document and "hidden" in document:
         evidence.models.append((name, ModelSpec.from_toml(data.decode("utf-8"), name)))
@@ -337,74 +328,3 @@ _KINDS: Mapping[str, Callable[[Evidence, str, BinaryIO, int], None]] = {
     "text": _read_text,
     "binary": _refuse("is a program or picture, not a log"),
 }
-
-
-def _add_dump(evidence: Evidence, name: str, document: Any) -> None:
-    evidence.dumps.append(read_dump(name, document))
-
-
-def _add_setting(
-    read: Callable[[str, Any], Setting],
-) -> Callable[[Evidence, str, Any], None]:
-    return lambda evidence, name, document: evidence.settings.append(read(name, document))
-
-
-def _add_plan(evidence: Evidence, name: str, text: str) -> None:
-    """A plan of ours; one that breaks its own rules is evidence too."""
-    try:
-        plan = Plan.from_toml(text, name)
-    except ShardwrightError as fault:
-        evidence.records.append(Message(Source(name, None, str(fault)), None, "bad_plan", {}))
-        return
-    evidence.plans.append((name, plan))
-    evidence.settings.append(setting_of_plan(Source(name, None, plan.layout.label), plan))
-
-
-def _add_model(evidence: Evidence, name: str, document: Any) -> None:
-    try:
-        evidence.models.append((name, model_from_config(document, Path(name).resolve().parent.name, name)))
-    except ShardwrightError as fault:
-        raise EvidenceError(f"is a model that cannot be read: {fault}") from None
-
-
-def _add_history(evidence: Evidence, name: str, document: Any) -> None:
-    """trainer_state.json of transformers, or a list of steps."""
-    rows = document["log_history"] if isinstance(document, Mapping) else document
-    for row in rows:
-        if isinstance(row, Mapping):
-            step = step_of_mapping(Source(name, None, json.dumps(row, default=str)[:400]), row)
-            if step is not None:
-                evidence.records.append(step)
-
-
-def _add_run(evidence: Evidence, name: str, document: Any) -> None:
-    evidence.runs.append(read_ranks(name, document))
-
-
-def _add_records(read: Callable[[str, Any], Iterator[Any]]) -> Callable[[Evidence, str, Any], None]:
-    def add(evidence: Evidence, name: str, document: Any) -> None:
-        evidence.records += read(name, document)
-
-    return add
-
-
-def _has(*keys: str) -> Callable[[Any], bool]:
-    return lambda document: isinstance(document, Mapping) and all(key in document for key in keys)
-
-
-DOCUMENTS: list[tuple[Callable[[Any], bool], Callable[[Evidence, str, Any], None]]] = [
-    (is_dump, _add_dump),
-    (is_state, _add_records(read_state)),
-    (is_failures, _add_records(read_failures)),
-    (is_torchtitan, _add_setting(setting_of_torchtitan)),
-    (is_deepspeed, _add_setting(setting_of_deepspeed)),
-    (is_accelerate, _add_setting(setting_of_accelerate)),
-    (is_trainer, _add_setting(setting_of_trainer)),
-    (_has("model_type", "hidden_size"), _add_model),
-    (_has("model_type", "n_embd"), _add_model),
-    (_has("log_history"), _add_history),
-    (lambda document: isinstance(document, list) and bool(document), _add_history),
-    (_has("mesh", "ranks"), _add_run),
-    (_has("losses", "layout", "steps"), _add_run),
-]
-"""What a JSON, TOML or YAML document may be, the first that matches."""

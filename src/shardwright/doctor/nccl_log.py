@@ -14,7 +14,6 @@ from shardwright.doctor.evidence import (
     CommInit,
     Desync,
     DumpSignal,
-    Mismatch,
     OpCount,
     Operation,
     Progress,
@@ -62,10 +61,6 @@ _LIST = r"[\[{](?P<ranks>[\d,\s.\-]*)[\]}]"
 _NOT_FINISHED = re.compile(_LIST + r" joined but didn't finish collective #(?P<seq>\d+)")
 _NOT_JOINED = re.compile(_LIST + r" finished collective #\d+, but didn't join collective #(?P<seq>\d+)")
 _NEVER = re.compile(r"ranks " + _LIST + r" are the lagging ranks[^.]*\. They never joined any")
-_FINGERPRINT = re.compile(
-    r"Rank (?P<rank>\d+) is running (?:collective|inconsistent collective): "
-    r"CollectiveFingerPrint\((?P<body>.*?)(?:\)\)?(?=, but Rank|\.\s|\.?\s*$|\.Collectives|$))"
-)
 _OPCOUNT = re.compile(
     r"(?P<process>[\w.\-]+:\d+):\d+ \[(?P<device>\d+)\] NCCL INFO (?P<op>\w+): opCount "
     r"(?P<count>[0-9a-f]+) .*?"
@@ -121,7 +116,8 @@ def read_timeout(line: Line) -> Iterator[Timeout | Stack]:
     for found in _WORK.finditer(text):
         head, tail = text[end : found.start()], text[found.end() : found.end() + 120]
         end = found.end()
-        if found["waited"] is None and not re.search(r"timed? ?out", tail):
+        told = re.search(r"timed? ?out", tail) or "operation timeout" in head[-80:]  # a log may end here
+        if found["waited"] is None and not told:
             continue
         fields = dict(_FIELD.findall(found["fields"]))
         group, _, inner = _group(head[-200:])
@@ -228,11 +224,13 @@ def read_signal(line: Line) -> Iterator[DumpSignal]:
 
 def read_stuck(line: Line) -> Iterator[WatchdogStuck]:
     """The watchdog itself stands still."""
-    group, _, inner = _group(line.text)
+    above = "" if rank_of_text(line.text) is not None else "".join(line.before(1))
+    group, _, inner = _group(above + line.text)
     found, pending = _STUCK.search(line.text), _PENDING.search(line.text)
+    rank = _rank(line, (above + line.text)[:80], group, inner)
     yield WatchdogStuck(
         line.source,
-        _rank(line, line.text[:80], group, inner),
+        rank,
         float(found["seconds"]) if found else None,
         int(pending[1]) if pending else None,
         time_of(line.text),
@@ -286,37 +284,6 @@ def read_analyser(line: Line) -> Iterator[Desync]:
         kind = "other_operation" if "TYPE_MISMATCH" in text else "other_size"
         kind = "other_dtype" if "DTYPE" in text else kind
         yield Desync(line.source, (int(rank),), kind, **common)
-
-
-def read_mismatch(line: Line) -> Iterator[Mismatch]:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL found two ranks in different collectives."""
-    text = line.text if len(_FINGERPRINT.findall(line.text)) > 1 else line.joined(4, "")
-    found = list(_FINGERPRINT.finditer(text))
-    if len(found) < 2:
-        return
-    sides = [_fingerprint(each["body"]) for each in found[:2]]
-    yield Mismatch(
-        line.source,
-        (int(found[0]["rank"]), int(found[1]["rank"])),
-        (sides[0][0], sides[1][0]),
-        (sides[0][1], sides[1][1]),
-        (sides[0][2], sides[1][2]),
-        (sides[0][3], sides[1][3]),
-    )
-
-
-def _fingerprint(body: str) -> tuple[str, tuple[int, ...] | None, int | None, str]:
-    """Operation, shape, sequence number and type; a comma before OpType is missing in some versions."""
-    operation = re.search(r"OpType=(\w+)", body)
-    shape = re.search(r"TensorShape=\[([\d,\s]*)\]", body)
-    number = re.search(r"SequenceNumber=(\d+)", body)
-    dtype = re.search(r"TensorDtypes=(\w+)", body)
-    return (
-        operation[1] if operation else "?",
-        parse_shape(shape[1]) if shape else None,
-        int(number[1]) if number else None,
-        dtype[1] if dtype else "",
-    )
 
 
 def read_opcount(line: Line) -> Iterator[OpCount]:
@@ -378,7 +345,6 @@ READERS: dict[bytes, Reader[Any]] = {
     b"the lagging ranks": read_desync,
     b"Not all ranks joining": read_analyser,
     b"Collective sequence number": read_analyser,
-    b"CollectiveFingerPrint(": read_mismatch,
     b": opCount ": read_opcount,
     b"Init COMPLETE": read_init,
     b" ranks, ": read_world,

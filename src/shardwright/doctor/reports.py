@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from shardwright.doctor.evidence import Desync, Evidence, Failure, Mismatch, Operation
 from shardwright.doctor.finding import Finding
+from shardwright.doctor.fingerprints import fingerprint_findings
 from shardwright.doctor.flight import caller
 from shardwright.doctor.rank_lists import ranks_text
 from shardwright.doctor.sizes import meaning_of
@@ -14,6 +15,7 @@ def report_findings(evidence: Evidence) -> Iterator[Finding]:
     """What the reports say, as findings."""
     for mismatch in evidence.of(Mismatch):
         yield _mismatch(mismatch)
+    yield from fingerprint_findings(evidence)
     yield from _desync(evidence)
     for report in evidence.of(Desync):
         if report.state == "missing":

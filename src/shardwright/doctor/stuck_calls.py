@@ -12,7 +12,7 @@ from shardwright.doctor.call_words import (
     size_of_group,
     sources_of,
 )
-from shardwright.doctor.evidence import Blamed, Evidence, Failure, Message, Operation, State
+from shardwright.doctor.evidence import Blamed, Evidence, Failure, Message, Operation, State, Timeout
 from shardwright.doctor.finding import Certainty, Finding
 from shardwright.doctor.flight import caller
 from shardwright.doctor.rank_lists import ranks_text
@@ -27,6 +27,10 @@ PREPARE = (
 
 FEW = 0.25
 """Share of a group's members that may be silent for the silence itself to say something."""
+
+SEVERAL = 2
+"""How many times as sure it must be where nobody says how many ranks there are and several are silent: an
+excerpt may have been cut."""
 
 LEAST_HEARD = 3
 
@@ -177,7 +181,8 @@ def _all_alike(evidence: Evidence, wait: Wait) -> Finding:
     late = _not_started(wait)
     if late:
         return _late(evidence, wait, late)
-    few = wait.unheard and heard >= LEAST_HEARD and len(wait.unheard) <= FEW * size
+    whole = not any(_is_cut(timeout) for timeout in evidence.of(Timeout))
+    few = whole and wait.unheard and heard >= LEAST_HEARD and len(wait.unheard) <= FEW * size
     if first_ever and not few:
         return _never_communicated(evidence, wait, unheard)
     if unheard == 0 and heard > 1 and size:
@@ -185,13 +190,25 @@ def _all_alike(evidence: Evidence, wait: Wait) -> Finding:
     if few:
         return _named_silent(evidence, wait, wait.unheard)
     gaps = frozenset(range(max(wait.inside, default=0) + 1)) - set(wait.inside) - set(wait.beyond)
-    if not size and gaps and heard >= LEAST_HEARD and len(gaps) <= FEW * (heard + len(gaps)):
+    least = 1 if len(gaps) < 2 else SEVERAL
+    if (
+        whole
+        and not size
+        and gaps
+        and heard >= LEAST_HEARD * least
+        and len(gaps) <= FEW / least * (heard + len(gaps))
+    ):
         return _named_silent(evidence, wait, gaps)
-    if not size and heard >= LEAST_ALL and heard & (heard - 1) == 0 and not gaps:
+    if whole and not size and heard >= LEAST_ALL and heard & (heard - 1) == 0 and not gaps:
         return _stall(evidence, wait, heard, assumed=True)
     if heard == 1:
         return _one_rank(evidence, wait, size)
     return _not_enough(evidence, wait, "all of them are in the same call")
+
+
+def _is_cut(timeout: Timeout) -> bool:
+    """Whether a log ends in the middle of this line: who is silent may stand in what was cut off."""
+    return timeout.waited is None and timeout.source.text.rstrip()[-1:] not in (".", ")")
 
 
 def _not_started(wait: Wait) -> frozenset[int]:

@@ -249,11 +249,12 @@ def read_traceback(line: Line) -> Iterator[Failure]:
     """A Python traceback: its frames, innermost first, and the exception at its end."""
     own = rank_of_text(line.text)
     frames: list[str] = []
+    same = _prefix_like(line.text.partition("Traceback (most")[0])
     for text in line.following(80):
         other = rank_of_text(text)
         if own is not None and other is not None and other != own:
             continue
-        bare = _PREFIX.sub("", text)
+        bare = _PREFIX.sub("", same.sub("", text, count=1))
         frame = _FRAME.search(bare)
         if frame is not None:
             frames.append(f"{frame['name']} at {frame['file']}:{frame['line']}")
@@ -262,6 +263,13 @@ def read_traceback(line: Line) -> Iterator[Failure]:
         if raised is not None:
             yield _exception(line, raised, text, tuple(reversed(frames)))
             return
+
+
+def _prefix_like(prefix: str) -> re.Pattern[str]:
+    """Beginnings of lines like that of a traceback: a collector's clock, a process's number, in other
+    digits."""
+    digits = re.sub(r"\d+", r"\\d+", re.escape(prefix))
+    return re.compile(f"^{digits}" if prefix.strip() else r"^(?!)")
 
 
 def read_crash(line: Line) -> Iterator[Failure]:

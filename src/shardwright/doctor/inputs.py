@@ -231,17 +231,18 @@ def _read_json(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
 def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
     data = stream.read(LARGEST_DOCUMENT)
     try:
-        document = tomllib.loads(data.decode("utf-8"))
+        text = data.decode("utf-8-sig")
+        document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise EvidenceError(f"is no TOML: {fault}") from None
     if "schema_version" in document:
-        add_plan(evidence, name, data.decode("utf-8"))
+        add_plan(evidence, name, text)
         return
     if "model_type" in document and "hidden" in document:
-        evidence.models.append((name, ModelSpec.from_toml(data.decode("utf-8"), name)))
+        evidence.models.append((name, ModelSpec.from_toml(text, name)))
         return
     if "gpus_per_node" in document and "device" in document:
-        evidence.clusters.append((name, Cluster.from_toml(data.decode("utf-8"), name)))
+        evidence.clusters.append((name, Cluster.from_toml(text, name)))
         return
     for matches, read in DOCUMENTS:
         if matches(document):
@@ -257,8 +258,7 @@ def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
     reader = buffered(stream)
     head = decoded(reader.peek(TEXT_HEAD)[:TEXT_HEAD])
     if is_table(head):
-        text = reader.read(LARGEST_DOCUMENT).decode("utf-8", errors="replace")
-        evidence.records += read_table(name, text)
+        evidence.records += read_table(name, decoded(reader.read(LARGEST_DOCUMENT)))
         return
     if is_topology_xml(head):
         text = decoded(reader.read(LARGEST_DOCUMENT))

@@ -89,13 +89,14 @@ def read_out_of_memory(line: Line) -> Iterator[OutOfMemory]:
 def _frames(line: Line) -> tuple[str, ...]:
     """Python frames above the message, of its own rank, innermost first; else those below."""
     own = rank_of_text(line.text)
-    for lines in (list(reversed(line.before(70))), line.following(30)):
+    for upward, lines in ((True, list(reversed(line.before(70)))), (False, line.following(30))):
         frames: list[str] = []
-        code, upward = "", lines[:1] != line.following(1)
+        tagged = own is not None and any(rank_of_text(text) == own and _FRAME.search(text) for text in lines)
+        code = ""
         for text in lines:
             other = rank_of_text(text)
-            if own is not None and other is not None and other != own:
-                continue
+            if own is not None and other != own and (tagged or other is not None):
+                continue  # another rank's line, or no rank's where each of this one's says whose it is
             if (frame := _FRAME.search(text)) is not None:
                 place = f"{frame['name']} at {frame['file']}:{frame['line']}"
                 frames.append(f"{place}: {code}" if code and upward else place)
@@ -157,7 +158,8 @@ _SUMMARY = re.compile(
 def read_report(line: Line) -> Iterator[MemoryReport]:
     """What DeepSpeed, Megatron, nvidia-smi or torch's summary report."""
     if (found := _DEEPSPEED.search(line.text)) is not None:
-        above = [text for text in line.before(2) if text.strip()]
+        above = [text for text in line.before(6) if "see_memory_usage" in text and "Max_MA" not in text]
+        above = above or [text for text in line.before(2) if text.strip()]
         moment = re.sub(r"^.*?\]\s*(?=[A-Za-z][^\]]*$)", "", above[-1]).strip() if above else ""
         allocated, peak, reserved, _ = (round(float(value) * GiB) for value in found.groups())
         yield MemoryReport(line.source, line.rank, moment[-80:], allocated, peak, reserved)

@@ -30,11 +30,6 @@ GATHER_WORDS = re.compile(
     r"at|fetch_sub_module|partition_parameters"
 )
 
-GATHER_WORDS = re.compile(
-    r"_fsdp_collectives|foreach_all_gather|all_gather|_unshard|unshard "
-    r"at|fetch_sub_module|partition_parameters"
-)
-
 REDUCE_WORDS = re.compile(r"foreach_reduce|reduce_scatter|post_backward")
 
 Reading = tuple[str, Certainty, str, dict[str, object]]

@@ -1,6 +1,7 @@
 """Files that describe a cluster, taken for what their content says they are, as one cluster."""
 
 import codecs
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardwright.measure.topology_xml import is_topology_xml, read_topology_xml
 LARGEST = 64 << 20
 """Bytes of a file that is read."""
 
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
@@ -155,6 +157,7 @@ def text_of(path: str) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Bytes as text, by the mark of their Unicode if they have one."""
+    """Bytes as text without a terminal's colours, by the mark of their Unicode if they have one."""
     coding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8-sig")
-    return data.decode(coding, errors="replace")
+    text = data.decode(coding, errors="replace")
+    return _COLOUR.sub("", text) if "\x1b" in text else text

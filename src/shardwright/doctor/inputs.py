@@ -14,7 +14,16 @@ from typing import BinaryIO, cast
 import yaml  # type: ignore[import-untyped]
 
 from shardwright.cluster import Cluster
-from shardwright.doctor import crash_log, fingerprints, memory_log, message_log, moments, nccl_log, step_log
+from shardwright.doctor import (
+    crash_log,
+    fingerprints,
+    memory_log,
+    message_log,
+    moments,
+    nccl_log,
+    plain_steps,
+    step_log,
+)
 from shardwright.doctor.documents import DOCUMENTS, add_plan
 from shardwright.doctor.event_files import is_events_head, read_events
 from shardwright.doctor.evidence import Evidence
@@ -70,6 +79,7 @@ LINE_READERS = merged(
         message_log.READERS,
         moments.READERS,
         step_log.READERS,
+        plain_steps.READERS,
     ]
 )
 """What is looked for in text."""

@@ -21,6 +21,10 @@ logits to fp32."""
 MANY_LOGITS = 2 * GiB
 LARGE_VOCABULARY = 1024
 
+NOT_WIDENED = ("1.13",)
+"""Versions of accelerate whose widening to fp32 under FSDP 2 does nothing. Source:
+huggingface/accelerate#3979, mended by #3985."""
+
 SCORE_BYTES, REST_BYTES = 5, 34
 """Of a block with unfused attention a token keeps 34 h + 5 a s bytes. Source: arXiv:2205.05198, table 2."""
 
@@ -46,6 +50,7 @@ def layout_findings(evidence: Evidence) -> list[Finding]:
         found += _vocabulary(whole)
         found += _precision(whole)
     found += _counted(evidence)
+    found += _not_widened(evidence)
     kept: dict[tuple[str, str], Finding] = {}
     for finding in found:
         kept.setdefault((finding.cause, finding.summary), finding)
@@ -231,6 +236,26 @@ def _precision(setting: Setting) -> Iterator[Finding]:
             (setting.source,),
             numbers={"bytes_per_parameter": 2},
         )
+
+
+def _not_widened(evidence: Evidence) -> Iterator[Finding]:
+    """accelerate's FSDP 2 with mixed precision, of a version that does not make its fp32 copies."""
+    versions = [m for m in evidence.of(Message) if m.what == "accelerate"]
+    bad = next((m for m in versions if str(m.numbers["version"]) in NOT_WIDENED), None)
+    for setting in evidence.stated if bad is not None else ():
+        other = setting.other
+        mixed = str(other.get("mixed_precision", "")).lower()
+        if bad is not None and other.get("fsdp_version") == 2 and mixed in ("bf16", "fp16"):
+            yield Finding(
+                "low_precision_master",
+                "likely",
+                f"accelerate {bad.numbers['version']} leaves weights that were loaded in 16 bits as they are "
+                f"under FSDP 2 with mixed_precision {mixed}: there is no fp32 master copy",
+                (),
+                (bad.source, setting.source),
+                ("load the model in fp32 (torch_dtype=torch.float32), or use another version of accelerate",),
+                numbers={"bytes_per_parameter": 2},
+            )
 
 
 def _counted(evidence: Evidence) -> Iterator[Finding]:

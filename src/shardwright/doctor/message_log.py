@@ -124,6 +124,14 @@ PATTERNS: list[tuple[bytes, Pattern]] = [
         ),
     ),
     (
+        b"must be a multiple of",
+        _pattern(
+            "heads",
+            r"(?P<name>num_(?:attention_heads|query_groups|key_value_heads)) \(?(?P<heads>\d+)\)? must be a "
+            r"multiple of (?:the )?(?:tensor|context|sequence)[ _\w]*?\(?(?P<degree>\d+)\)?",
+        ),
+    ),
+    (
         b"must be divisible by",
         _pattern(
             "heads",
@@ -159,7 +167,9 @@ PATTERNS: list[tuple[bytes, Pattern]] = [
             r"?[MBK%])",
         ),
     ),
-    (b"Million params", _pattern("parameter_millions", r"model has (?P<count>[\d.]+) Million params")),
+    (b"Million params", _pattern("parameter_millions", r"\bhas (?P<count>[\d.]+) Million params")),
+    (b"ccelerate` version", _pattern("accelerate", r"Accelerate` version: (?P<version>\d+\.\d+)")),
+    (b"accelerate==", _pattern("accelerate", r"\baccelerate==(?P<version>\d+\.\d+)")),
     (
         b"a valid checkpoint",
         _pattern(

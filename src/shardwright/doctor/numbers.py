@@ -5,9 +5,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from shardwright.doctor.evidence import Evidence
+from shardwright.doctor.evidence import Evidence, Step
 from shardwright.doctor.factors import Factor, factors_of
 from shardwright.doctor.finding import Certainty, Finding, Source
+from shardwright.doctor.lines import rank_of_name
 from shardwright.doctor.parts import parts_findings
 from shardwright.doctor.series import Ratio, Series, is_resumed, ratio_of, series_of
 
@@ -33,9 +34,36 @@ def numbers_findings(evidence: Evidence) -> list[Finding]:
     runs = [series for series in series_of(evidence) if series.values("loss") or series.values("grad_norm")]
     found = [finding for series in runs for finding in _alone(series)]
     found += parts_findings(evidence)
+    found += list(_norms_of_ranks(evidence))[:1]
     if len(runs) == 2 and not is_resumed(*runs):
         found += compared(runs[0], runs[1])
     return found
+
+
+def _norms_of_ranks(evidence: Evidence) -> Iterator[Finding]:
+    """Ranks that print different norms of one step's gradient, which has but one."""
+    steps: dict[tuple[str, int | None], dict[int, Step]] = {}
+    for step in evidence.of(Step):
+        if step.rank is not None and "stage" not in step.values and step.values.get("grad_norm"):
+            file = step.source.file
+            own = rank_of_name(file) is not None
+            steps.setdefault((file.rpartition("/")[0] if own else file, step.step), {})[step.rank] = step
+    for (_, number), ranks in steps.items():
+        norms = [step.values["grad_norm"] for step in ranks.values()]
+        losses = {step.values["loss"] for step in ranks.values() if "loss" in step.values}
+        if len(norms) < 2 or max(norms) - min(norms) <= NEAR * max(norms) or len(losses) > 1:
+            continue
+        whole = math.sqrt(math.fsum(norm**2 for norm in norms))
+        yield Finding(
+            "partial_norm",
+            "likely",
+            f"{len(norms)} ranks print gradient norms of {min(norms):.4g} to {max(norms):.4g} at step "
+            f"{number}, where there is one: each is of a rank's own part; together they are {whole:.6g}",
+            (),
+            tuple(step.source for step in ranks.values()),
+            ("reduce squares over ranks, or print DTensor norms with full_tensor()",),
+            numbers={"step": number, "whole": whole, "smallest": min(norms), "largest": max(norms)},
+        )
 
 
 def _alone(series: Series) -> Iterator[Finding]:

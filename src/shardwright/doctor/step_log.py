@@ -12,37 +12,31 @@ from shardwright.doctor.finding import Source
 from shardwright.doctor.lines import Line, Reader
 from shardwright.units import GiB
 
-_NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN|Inf))"
+NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN|Inf))"
 _TITAN = {
-    "loss": re.compile(r"\bloss: +" + _NUMBER),
-    "grad_norm": re.compile(r"\bgrad_norm: +" + _NUMBER),
-    "memory": re.compile(r"\bmemory: +" + _NUMBER + "GiB"),
-    "memory_share": re.compile(r"\bmemory: +[\d.]+GiB\(" + _NUMBER + "%"),
-    "tokens_per_s_per_gpu": re.compile(r"\b(?:tps|wps): +" + _NUMBER),
-    "tflops": re.compile(r"\btflops: +" + _NUMBER),
-    "mfu": re.compile(r"\bmfu: +" + _NUMBER + "%"),
+    "loss": re.compile(r"\bloss: +" + NUMBER),
+    "grad_norm": re.compile(r"\bgrad_norm: +" + NUMBER),
+    "memory": re.compile(r"\bmemory: +" + NUMBER + "GiB"),
+    "memory_share": re.compile(r"\bmemory: +[\d.]+GiB\(" + NUMBER + "%"),
+    "tokens_per_s_per_gpu": re.compile(r"\b(?:tps|wps): +" + NUMBER),
+    "tflops": re.compile(r"\btflops: +" + NUMBER),
+    "mfu": re.compile(r"\bmfu: +" + NUMBER + "%"),
 }
-_TITAN_STEP = re.compile(r"\bstep: +(\d+)")
+TITAN_STEP = re.compile(r"\bstep: +(\d+)")
 _MEGATRON_STEP = re.compile(r"\biteration +(\d+)/ *\d+ \|")
 _MEGATRON = {
-    "loss": re.compile(r"(?:lm loss|reduced_train_loss|loss): +" + _NUMBER),
-    "grad_norm": re.compile(r"grad norm: +" + _NUMBER),
-    "step_time": re.compile(r"elapsed time per iteration \(ms\): +" + _NUMBER),
-    "global_batch": re.compile(r"global batch size: +" + _NUMBER),
-    "tflops": re.compile(r"throughput per GPU \(TFLOP/s/GPU\): +" + _NUMBER),
-    "tokens_per_s_per_gpu": re.compile(r"tokens per gpu per second \(tgs\): +" + _NUMBER),
-    "skipped": re.compile(r"number of skipped iterations: +" + _NUMBER),
-    "nan": re.compile(r"number of nan iterations: +" + _NUMBER),
-    "samples": re.compile(r"consumed samples: +" + _NUMBER),
-    "learning_rate": re.compile(r"learning rate: +" + _NUMBER),
+    "loss": re.compile(r"(?:lm loss|reduced_train_loss|loss): +" + NUMBER),
+    "grad_norm": re.compile(r"grad norm: +" + NUMBER),
+    "step_time": re.compile(r"elapsed time per iteration \(ms\): +" + NUMBER),
+    "global_batch": re.compile(r"global batch size: +" + NUMBER),
+    "tflops": re.compile(r"throughput per GPU \(TFLOP/s/GPU\): +" + NUMBER),
+    "tokens_per_s_per_gpu": re.compile(r"tokens per gpu per second \(tgs\): +" + NUMBER),
+    "skipped": re.compile(r"number of skipped iterations: +" + NUMBER),
+    "nan": re.compile(r"number of nan iterations: +" + NUMBER),
+    "samples": re.compile(r"consumed samples: +" + NUMBER),
+    "learning_rate": re.compile(r"learning rate: +" + NUMBER),
 }
 _DICT = re.compile(r"\{['\"](?:\w[\w/ .-]*)['\"]\s*: .*?\}")
-_NEMO = re.compile(
-    r"\b(\w*(?:loss|grad_norm|step_time|step_timing|throughput|tps|mfu)[\w ]*?)(?: in s)?[=:] ?"
-    + _NUMBER
-    + r"(?=[,\s|)\]]|$)"
-)
-
 NAMES: Mapping[str, str] = {
     "loss": "loss",
     "train_loss": "loss",
@@ -107,7 +101,16 @@ NAMES: Mapping[str, str] = {
 }
 """Names that programs use, by ours."""
 
-STEP_NAMES = ("step", "global_step", "iteration", "iter", "train/global_step", "_step", "trainer/global_step")
+STEP_NAMES = (
+    "step",
+    "global_step",
+    "current_steps",
+    "iteration",
+    "iter",
+    "train/global_step",
+    "_step",
+    "trainer/global_step",
+)
 
 
 def number(text: Any) -> float | None:
@@ -130,7 +133,7 @@ def _found(patterns: Mapping[str, re.Pattern[str]], text: str) -> dict[str, floa
 
 def read_titan(line: Line) -> Iterator[Step]:
     """``step: 30  loss:  7.7158  memory: 49.58GiB(52.20%)  tps: 5,966  tflops: 345.53  mfu: 34.94%``."""
-    step, values = _TITAN_STEP.search(line.text), _found(_TITAN, line.text)
+    step, values = TITAN_STEP.search(line.text), _found(_TITAN, line.text)
     if step is None or not values:
         return
     for name, scale in (("memory", GiB), ("memory_share", 0.01), ("mfu", 0.01), ("tflops", 1e12)):
@@ -190,18 +193,6 @@ def step_of_mapping(source: Source, values: Any, rank: int | None = None) -> Ste
     return Step(source, rank, None if where is None else int(where), kept)
 
 
-def read_plain(line: Line) -> Iterator[Step]:
-    """``name=value`` or ``name: value`` with names of losses, norms and times."""
-    values: dict[str, float] = {}
-    for name, text in _NEMO.findall(line.text):
-        key = NAMES.get(name.strip().lower())
-        if key is not None and (value := number(text)) is not None:
-            values[key] = value
-    step = re.search(r"(?:global_)?(?:step|iteration|iter)[=:\s]+(\d+)", line.text)
-    if values and step is not None and not _TITAN_STEP.search(line.text):
-        yield Step(line.source, line.rank, int(step[1]), values, time_of(line.text))
-
-
 READERS: dict[bytes, Reader[Any]] = {
     b" memory: ": read_titan,
     b"grad_norm: ": read_titan,
@@ -220,13 +211,7 @@ READERS: dict[bytes, Reader[Any]] = {
     b'"gradient_norm"': read_mapping,
     b'"tokens_per_s': read_mapping,
     b"'train_runtime'": read_mapping,
-    b"grad_norm=": read_plain,
-    b"gradient norm": read_plain,
-    b"train_loss=": read_plain,
+    b'"current_steps"': read_mapping,
     b'"tokens": ': read_mapping,
     b'"memory": ': read_mapping,
-    b"step_time=": read_plain,
-    b"step_timing": read_plain,
-    b" loss=": read_plain,
 }
-READERS = {needle: reader for needle, reader in READERS.items() if len(needle) >= 7}

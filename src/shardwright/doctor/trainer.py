@@ -6,6 +6,9 @@ from typing import Any
 from shardwright.doctor.finding import Source
 from shardwright.doctor.setting import Setting
 
+FSDP_STAGES = {"shard_grad_op": 2, "no_shard": 0}
+"""By words of transformers' ``fsdp``; all others shard parameters too."""
+
 KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "model_name_or_path", "cutoff_len")
 LENGTHS = (
     "cutoff_len",
@@ -45,12 +48,29 @@ def setting_of_trainer(name: str, document: Mapping[str, Any]) -> Setting:
         recompute="full" if _true(checkpointing) else "none" if checkpointing is not None else None,
         loss_fused=_true(liger) if liger is not None else None,
         tp=_whole(document.get("tensor_parallel_size")),
-        units="root"
-        if document.get("fsdp")
-        and not document.get("fsdp_config")
-        and "auto_wrap" not in str(document["fsdp"])
-        else None,
+        **_fsdp(document),
     )
+
+
+def _fsdp(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``fsdp`` and ``fsdp_config`` say: how much is sharded, and what is wrapped. With ``auto_wrap`` and
+    no class the model's own classes of blocks are."""
+    asked = str(document.get("fsdp") or "").lower()
+    if not asked or asked in ("false", "none", "[]"):
+        return {}
+    config = document.get("fsdp_config")
+    table = (
+        {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
+        if isinstance(config, Mapping)
+        else {}
+    )
+    named = isinstance(config, str) or document.get("fsdp_transformer_layer_cls_to_wrap")
+    wrapped = "auto_wrap" in asked or bool(table.get("transformer_layer_cls_to_wrap")) or bool(named)
+    least = _whole(table.get("min_num_params")) or 0
+    policy = str(table.get("auto_wrap_policy", "")).upper()
+    kind = "size" if least > 0 else "blocks" if wrapped or policy.startswith("TRANSFORMER") else "root"
+    stage = next((stage for word, stage in FSDP_STAGES.items() if word in asked), 3)
+    return {"zero_stage": stage, "units": kind, "other": {"strategy": asked, "min_num_params": least or None}}
 
 
 def _true(value: Any) -> bool:

@@ -14,6 +14,7 @@ from shardwright.plan.params import parameter_table
 from shardwright.units import format_bytes, format_span
 
 OPTIMIZER_KEY = re.compile(r"optim|exp_avg|param_groups|adam|master|momentum")
+LOADS_OPTIMIZER = re.compile(r"load\w*state\w* at \S*optim|load_optim|optimizer\S*load")
 PARALLEL_ARGUMENTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "tp_size", "pp_size")
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "_checkpoint_wrapped_module.")
 
@@ -170,7 +171,11 @@ def _format(message: Message) -> Iterator[Finding]:
 def _key(message: Message) -> Iterator[Finding]:
     name = str(message.numbers["name"])
     source = (message.source,)
-    if OPTIMIZER_KEY.search(name.lower()):
+    loading = any(LOADS_OPTIMIZER.search(frame) for frame in message.frames)
+    if message.what == "key_error" and loading and not OPTIMIZER_KEY.search(name.lower()):
+        text = f"the optimizer's load finds no {name!r} in the checkpoint, at {message.frames[0]}"
+        yield Finding("optimizer_state_missing", "likely", text, (), source, numbers={"key": name})
+    elif OPTIMIZER_KEY.search(name.lower()):
         text = f"{name!r} is not in the checkpoint: it has no optimizer state for it, or in another layout"
         yield Finding("optimizer_state_missing", "likely", text, (), source, numbers={"key": name})
     elif message.what != "key_error":
@@ -191,7 +196,12 @@ def _shapes(evidence: Evidence, messages: list[Message]) -> Finding:
     b = [int(n) for n in re.findall(r"\d+", current)]
     pairs = [(x, y) for x, y in zip(a, b, strict=False) if x != y]
     hint, cause = "", "shapes_differ"
-    if len(a) == len(b) and len(pairs) == 1 and min(pairs[0]) > 0:
+    width = next((m for m in messages if "norm" in str(m.numbers["name"])), None)
+    if width is not None:  # tensor parallelism cuts no norm
+        hint = (
+            f": norms differ too ({width.numbers['saved']} and {width.numbers['current']}), so the model does"
+        )
+    elif len(a) == len(b) and len(pairs) == 1 and min(pairs[0]) > 0:
         x, y = pairs[0]
         if max(x, y) % min(x, y) == 0:
             ratio = max(x, y) // min(x, y)

@@ -240,6 +240,38 @@ def read_exit(line: Line) -> Iterator[Failure | Blamed]:
         yield from _exit_failure(line, None, int(failed["code"]), f", local rank {failed['local']}")
 
 
+_ENDED = re.compile(
+    r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"
+    r"|Process (?P<rank2>\d+) exit with status code (?P<code>\d+)"
+    r"|exits with return code = (?P<code2>-?\d+)"
+    r"|srun: error: (?P<host2>[\w.\-]+): tasks? (?P<task>[\d,\-]+): "
+    r"(?P<word>Killed|Segmentation fault|Bus error|Aborted|Out Of Memory|Exited with exit code \d+)"
+)
+_WORDS = {"Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6}
+
+
+def read_ended(line: Line) -> Iterator[Failure]:
+    """How mpirun, Horovod, DeepSpeed's launcher and srun say that a process ended. srun's task is a rank or a
+    whole node's launcher, so it is told and not named."""
+    for found in _ENDED.finditer(line.text):
+        host = found["host"] or found["host2"] or ""
+        rank = found["rank"] or found["rank2"]
+        if found["task"] is not None:
+            detail = f"task {found['task']}: {found['word']}"
+            what = (
+                "host_oom"
+                if "Memory" in found["word"]
+                else SIGNALS.get(_WORDS.get(found["word"], 1), "exited")
+            )
+        else:
+            code = -int(found["signal"]) if found["signal"] else int(found["code"] or found["code2"])
+            if code == 0:
+                continue
+            what, detail = SIGNALS.get(code, "exited"), f"exit code {code}"
+        own = None if rank is None else int(rank)
+        yield Failure(line.source, own, what, detail, time_of(line.text), host=host)
+
+
 def _exit_failure(line: Line, rank: int | None, code: int, more: str = "") -> Iterator[Failure]:
     what = SIGNALS.get(code, "exited")
     yield Failure(line.source, rank, what, f"exit code {code}{more}", time_of(line.text))
@@ -316,5 +348,9 @@ READERS: dict[bytes, Reader[Any]] = {
     b"exitcode  ": read_exit,
     b"(exitcode: ": read_exit,
     b"Traceback (most": read_traceback,
+    b"with PID ": read_ended,
+    b"exit with status code": read_ended,
+    b"exits with return code": read_ended,
+    b"srun: error: ": read_ended,
     b"Fatal Python error": read_crash,
 }

@@ -7,6 +7,7 @@ from shardwright.doctor.evidence import Step
 from shardwright.doctor.inputs import gather
 
 FORMS = {
+    "compact JSON": ('{"step":3,"loss":2.5,"grad_norm":1.25}\n' * 2, (3, {"loss": 2.5, "grad_norm": 1.25})),
     "torchtune": (
         "Step 5 | loss:0.7912 lr:0.0003 tokens_per_second_per_gpu:1234.5 grad_norm:2.31\n",
         (5, {"loss": 0.7912, "grad_norm": 2.31, "tokens_per_s_per_gpu": 1234.5, "learning_rate": 3e-4}),
@@ -121,3 +122,24 @@ def test_ranks_that_print_norms_of_their_own(tmp_path, norms, losses, expected):
     if expected:
         (finding,) = [each for each in found(path) if each["cause"] == "partial_norm"]
         assert finding["numbers"]["whole"] == pytest.approx((1.44 + 0.81 + 2.56 + 0.16) ** 0.5)
+
+
+def titan_folder(folder, degrees, norm):
+    folder.mkdir()
+    lines = "".join(f"{name} = {degree}\n" for name, degree in degrees.items())
+    (folder / "train.toml").write_text(
+        f'[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\n[parallelism]\n{lines}'
+    )
+    (folder / "train.log").write_text(titan(0, norm))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "cause"),
+    [(0.5, "partial_norm"), (2.0, "norm_reduced_again"), (4.0, "scaled_by_tensor"), (3.3, "scaled_constant")],
+)
+def test_a_degree_that_one_run_has_before_one_that_both_have(tmp_path, ratio, cause):
+    """deepspeedai/DeepSpeed#5411: norms of tp 4 are half of those of tp 1, the root of 4."""
+    titan_folder(tmp_path / "a", {"data_parallel_shard_degree": 8}, 1.2)
+    other = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 4}
+    titan_folder(tmp_path / "b", other, 1.2 * ratio)
+    assert [each for each, _, _ in causes(tmp_path)] == [cause]

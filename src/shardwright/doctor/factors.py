@@ -22,6 +22,10 @@ class Factor(NamedTuple):
     owner: int | None = None  # 0 or 1 if one run alone has it
 
 
+BOTH = 40
+"""By how much less a factor is believed that both runs have, in different sizes: one fault would scale both,
+by the ratio of the sizes."""
+
 CAUSES = {
     "dp_replicate": "scaled_by_replicas",
     "ep": "scaled_by_experts",
@@ -48,16 +52,17 @@ def _degrees(one: Setting | None, other: Setting | None) -> Iterator[Factor]:
     for rank, (name, cause) in enumerate(CAUSES.items()):
         a, b = _pair(one, other, name)
         words = name.replace("data_ranks", "data-parallel ranks")
+        less = BOTH if a and b and min(a, b) > 1 else 0
         for value in {v for v in (a, b) if v and v > 1}:
             differs = a != b
             owner = None if not differs else int(value == b)
-            yield Factor(float(value), words, cause, differs, rank if differs else 20 + rank)
+            yield Factor(float(value), words, cause, differs, less + rank if differs else 20 + rank)
             yield Factor(
                 math.sqrt(value),
                 f"sqrt({words} {value})",
                 "norm_reduced_again",
                 differs,
-                10 + rank if differs else 30 + rank,
+                less + 10 + rank if differs else 30 + rank,
                 True,
                 owner,
             )
@@ -65,17 +70,18 @@ def _degrees(one: Setting | None, other: Setting | None) -> Iterator[Factor]:
             yield Factor(max(a, b) / min(a, b), f"the ratio of {words}, {a} to {b}", cause, True, rank)
     for name in ("sharding", "world"):
         a, b = _pair(one, other, name)
+        less = BOTH if a and b and min(a, b) > 1 and a != b else 0
         for value in {v for v in (a, b) if v and v > 1}:
             yield Factor(
                 math.sqrt(value),
                 f"sqrt({name} {value})",
                 "partial_norm" if name == "sharding" else "norm_reduced_again",
                 a != b,
-                15,
+                less + 15,
                 True,
                 None if a == b else int(value == b),
             )
-            yield Factor(float(value), f"{name} {value}", "scaled_by_ranks", a != b, 12)
+            yield Factor(float(value), f"{name} {value}", "scaled_by_ranks", a != b, less + 12)
 
 
 def _microbatches(one: Setting | None, other: Setting | None) -> Iterator[Factor]:

@@ -71,8 +71,8 @@ def _stragglers(steps: Sequence[Step]) -> Iterator[Finding]:
         yield Finding(
             "straggler",
             "likely",
-            f"{ranks_text(set(slow))} take {format_time(medians[worst])} a step where the others take "
-            f"{format_time(usual)} "
+            f"{ranks_text(set(slow))} take{'s' if len(slow) == 1 else ''} {format_time(medians[worst])} a "
+            f"step where the others take {format_time(usual)} "
             f"({medians[worst] / usual:.2f} times)",
             tuple(slow),
             tuple(first[rank].source for rank in slow),

@@ -36,7 +36,7 @@ _MEGATRON = {
     "samples": re.compile(r"consumed samples: +" + NUMBER),
     "learning_rate": re.compile(r"learning rate: +" + NUMBER),
 }
-_DICT = re.compile(r"\{['\"](?:\w[\w/ .-]*)['\"]\s*: .*?\}")
+_DICT = re.compile(r"\{['\"](?:\w[\w/ .-]*)['\"]\s*:.*?\}")
 NAMES: Mapping[str, str] = {
     "loss": "loss",
     "train_loss": "loss",
@@ -199,19 +199,19 @@ READERS: dict[bytes, Reader[Any]] = {
     b"tflops: ": read_titan,
     b"elapsed time per iteration": read_megatron,
     b'"step":': read_mapping,
-    b"'step': ": read_mapping,
+    b"'step':": read_mapping,
     b'"iteration"': read_mapping,
     b'"global_step"': read_mapping,
     b"'global_step'": read_mapping,
-    b"'loss': ": read_mapping,
+    b"'loss':": read_mapping,
     b"'grad_norm'": read_mapping,
-    b'"loss": ': read_mapping,
+    b'"loss":': read_mapping,
     b'"grad_norm"': read_mapping,
     b'"step_time"': read_mapping,
     b'"gradient_norm"': read_mapping,
     b'"tokens_per_s': read_mapping,
     b"'train_runtime'": read_mapping,
     b'"current_steps"': read_mapping,
-    b'"tokens": ': read_mapping,
-    b'"memory": ': read_mapping,
+    b'"tokens":': read_mapping,
+    b'"memory":': read_mapping,
 }

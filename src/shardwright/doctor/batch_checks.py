@@ -12,6 +12,12 @@ from shardwright.plan.layer_notation import noted_stages
 LARGE_BUBBLE = 0.15
 """Share of a step idle that is worth a word: 1F1B with 8 stages and 32 microbatches has 18 %."""
 
+UNEVEN = (
+    "use a number of stages that divides the layers, or say an uneven split: "
+    "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or an explicit "
+    "--pipeline-model-parallel-layout"
+)
+
 ANY_MICROBATCHES = ("gpipe", "loopedbfs")
 """Schedules that work with fewer microbatches than stages."""
 
@@ -145,9 +151,10 @@ def pipeline_findings(setting: Setting) -> Iterator[Finding]:
 def _stages(setting: Setting) -> Iterator[Finding]:
     """An explicit layout of stages: whether it adds up."""
     layers, text = setting.layers, setting.layout_text
-    if not text:
-        return
     stages = (setting.pp or 1) * (setting.chunks or 1)
+    if not text:
+        yield from _even(setting, stages)
+        return
     try:
         noted = noted_stages(text)
     except LayoutError as fault:
@@ -171,3 +178,24 @@ def _stages(setting: Setting) -> Iterator[Finding]:
             (setting.source,),
             numbers=numbers,
         )
+
+
+def _even(setting: Setting, stages: int) -> Iterator[Finding]:
+    """Megatron shares layers out evenly unless it is told otherwise; versions without the check drop the
+    rest and train a smaller model. Source: NVIDIA/Megatron-LM#468, #1304."""
+    layers = setting.layers
+    if setting.framework != "megatron" or layers is None or stages < 2 or layers % stages == 0:
+        return
+    if setting.other.get("uneven"):
+        return
+    chunks = f" x {setting.chunks} chunks" if (setting.chunks or 1) > 1 else ""
+    yield Finding(
+        "unequal_schedule",
+        "certain",
+        f"{layers} layers do not divide by pp {setting.pp}{chunks} = {stages} stages: refused, or the last "
+        f"{layers % stages} are dropped without a word",
+        (),
+        (setting.source,),
+        (UNEVEN,),
+        numbers={"layers": layers, "stages": stages},
+    )

@@ -34,6 +34,14 @@ NAMES = {
 }
 
 
+UNEVEN = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "pipeline_model_parallel_layout",
+)
+"""Flags that say how layers are shared out."""
+
+
 def flags_of(text: str) -> dict[str, str]:
     """Flags of a script, or of a printed list of arguments, by their names with underscores."""
     values: dict[str, str] = {}
@@ -91,7 +99,7 @@ def setting_of_megatron(name: str, flags: Mapping[str, str]) -> Setting:
         units="blocks",
         order=("dp", "pp", "cp", "tp") if _on(flags, "use_tp_pp_dp_mapping") else ("pp", "dp", "cp", "tp"),
         layout_text=layout if layout not in ("None", "true") else "",
-        other={"distributed_optimizer": shards},
+        other={"distributed_optimizer": shards, "uneven": any(flag in flags for flag in UNEVEN)},
         **values,
     )
 

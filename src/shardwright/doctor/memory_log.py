@@ -34,6 +34,8 @@ _DEVICE = re.compile(r"GPU (\d+)")
 _PROCESS = re.compile(r"Process (\d+) has " + _SIZE + " memory in use")
 _HOST = re.compile(r"you tried to allocate (\d+) bytes")
 _BYTES = re.compile(r"allocat\w+ (\d{4,}) bytes")
+_NCCL_DEVICE = re.compile(r":\d+:\d+ \[(\d+)\]")
+_CALLOC = re.compile(r"Failed to CUDA (?:host )?(?:calloc|alloc|malloc)\D{0,12}?(\d+) bytes")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
@@ -101,12 +103,12 @@ def _frames(line: Line) -> tuple[str, ...]:
                 place = f"{frame['name']} at {frame['file']}:{frame['line']}"
                 frames.append(f"{place}: {code}" if code and upward else place)
                 code = ""
-            elif "Traceback (most recent" in text:
+            elif "Traceback (most recent" in text and (upward or frames):
                 break
             elif not re.search(r"[\^~]{3,}", text):
                 code = text.rpartition("]:")[2].strip()[:120]
         if frames:
-            return tuple(frames[:24])
+            return tuple(frames[:24] if upward else frames[::-1][:24])
     return ()
 
 
@@ -121,14 +123,20 @@ def read_driver(line: Line) -> Iterator[OutOfMemory]:
     """CUDA itself, NCCL or cuBLAS find no room; they do not say how much they wanted."""
     if _REQUEST.search(line.text):
         return
-    yield _bare(line, None, "nccl" if "NCCL" in line.text or "Cuda failure" in line.text else "driver")
+    if "NCCL" not in line.text and "Cuda failure" not in line.text:
+        yield _bare(line, None, "driver")
+        return
+    own = _NCCL_DEVICE.search(line.text)
+    near = [text for text in line.following(4) if own is None or own[0] in text]
+    size = next((int(found[1]) for text in near if (found := _CALLOC.search(text))), None)
+    yield _bare(line, size, "nccl", None if own is None else int(own[1]))
 
 
-def _bare(line: Line, size: int | None, where: str) -> OutOfMemory:
+def _bare(line: Line, size: int | None, where: str, device: int | None = None) -> OutOfMemory:
     return OutOfMemory(
         line.source,
         line.rank,
-        device=None,
+        device=device,
         requested=size,
         slack=0,
         capacity=None,

@@ -23,6 +23,13 @@ def _pattern(what: str, regex: str) -> Pattern:
 
 _SIZE = r"(?:torch\.Size\()?\[(?P<{}>[\d, ]*)\]\)?"
 
+_LAYERS = _pattern(
+    "layers",
+    r"(?:num_layers|[Nn]umber of layers)(?: ?[=(] ?(?P<layers>\d+)\)?)? (?:should|must) be divisible by "
+    r"(?:the )?(?:config\.)?(?:transformer[_-])?pipeline[-_]model[-_]parallel[-_ ]?size"
+    r"(?: ?[=(] ?(?P<pp>\d+))?",
+)
+
 PATTERNS: list[tuple[bytes, Pattern]] = [
     # launch
     (
@@ -54,8 +61,8 @@ PATTERNS: list[tuple[bytes, Pattern]] = [
         b"contiguous micro-batches",
         _pattern(
             "virtual_microbatches",
-            r"number of contiguous micro-batches in a virtual pipeline stage should range in "
-            r"\[PP=(?P<pp>\d+), M=(?P<microbatches>\d+)\]",
+            r"number of contiguous micro-batches in a virtual pipeline stage\s*should range in "
+            r"\[PP=(?P<pp>\d+)\s*,\s*M=(?P<microbatches>\d+)\s*\]",
         ),
     ),
     (
@@ -123,6 +130,8 @@ PATTERNS: list[tuple[bytes, Pattern]] = [
             r")?(?:tensor|sequence|context|ulysses)[ _\w]*?\(?(?P<degree>\d+)\)?",
         ),
     ),
+    (b"should be divisible by", _LAYERS),
+    (b"must be divisible by", _LAYERS),
     (
         b"must be a multiple of",
         _pattern(

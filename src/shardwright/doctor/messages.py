@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.doctor.batch_checks import batch_finding
+from shardwright.doctor.batch_checks import UNEVEN, batch_finding
 from shardwright.doctor.evidence import Evidence, Message
 from shardwright.doctor.finding import Finding
 from shardwright.doctor.placement_checks import placement_findings
@@ -52,6 +52,8 @@ def _of(message: Message, evidence: Evidence) -> Iterator[Finding]:
     elif message.what == "world":
         text = f"{numbers['text']} does not make up {numbers['world']} ranks"
         yield Finding("world_does_not_factor", "certain", text, (), source, numbers=_plain(numbers))
+    elif message.what == "layers":
+        yield _layers(message)
     elif message.what == "heads":
         yield _heads(message, evidence)
     elif message.what == "mesh":
@@ -70,6 +72,22 @@ def _of(message: Message, evidence: Evidence) -> Iterator[Finding]:
             source,
             ("use every parameter on every rank, or find_unused_parameters=True",),
         )
+
+
+def _layers(message: Message) -> Finding:
+    """Layers that do not come out even over pipeline ranks."""
+    layers, pp = message.numbers.get("layers"), message.numbers.get("pp")
+    said = f"{layers} layers" if layers is not None else "the layers"
+    over = f"{pp} pipeline ranks" if pp is not None else "the pipeline ranks"
+    return Finding(
+        "unequal_schedule",
+        "certain",
+        f"{said} cannot be shared out evenly over {over}",
+        (),
+        (message.source,),
+        (UNEVEN,),
+        numbers={"layers": layers, "stages": pp},
+    )
 
 
 def _heads(message: Message, evidence: Evidence) -> Finding:

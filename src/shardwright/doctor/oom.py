@@ -60,6 +60,12 @@ def _of_refusal(
         size = "" if refusal.requested is None else f" for {format_bytes(refusal.requested)}"
         yield Finding("host_memory", "certain", f"the host has no memory left{size}", ranks, sources)
         return
+    if refusal.where == "nccl":
+        size = "" if refusal.requested is None else f" of {format_bytes(refusal.requested)}"
+        device = "the device" if refusal.device is None else f"device {refusal.device} of its host"
+        text = f"NCCL found no room for a buffer{size} on {device}: what torch's allocator holds left it none"
+        yield Finding("non_torch_memory", "likely", text, ranks, sources)
+        return
     yield from shared_device(refusal, ranks, sources)
     yield from beyond_torch(refusal, ranks, sources)
     fragmented = list(fragmented_memory(refusal, ranks, sources))

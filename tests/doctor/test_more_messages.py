@@ -1,0 +1,89 @@
+"""Messages of reported runs in the words of their programs: layers over stages, NCCL without room, stacks
+below a refusal."""
+
+import pytest
+from evidence_files import causes, found
+
+STAGES = ("unequal_schedule", "certain", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_layers=60 should be divisible by config.pipeline_model_parallel_size=8\n", [STAGES]),
+        ("AssertionError: num_layers should be divisible by pipeline_model_parallel_size\n", [STAGES]),
+        ("Number of layers should be divisible by the pipeline-model-parallel size\n", [STAGES]),
+        ("ValueError: The number of contiguous micro-batches in a virtual pipeline stageshould range in "
+         "[PP=6 , M=3]\n", [("too_few_microbatches", "certain", [])]),
+        ("note: seq_length should be divisible by 128\n", []),
+    ],
+    ids=["Megatron-Bridge#5884", "bionemo-recipes#784", "ms-swift#5737", "Speech#14288", "another rule"],
+)  # fmt: skip
+def test_messages_of_pipelines(tmp_path, text, expected):
+    path = tmp_path / "train.log"
+    path.write_text(text)
+    assert causes(path) == expected
+
+
+MEGATRON = (
+    "pretrain_gpt.py --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 "
+    "--global-batch-size 512 --tensor-model-parallel-size 1 --num-layers {} "
+    "--pipeline-model-parallel-size {} {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "more", "dropped"),
+    [
+        (30, 4, "", 2),
+        (80, 16, "--num-virtual-stages-per-pipeline-rank 2", 16),
+        (40, 8, "--num-layers-per-virtual-pipeline-stage 2", 8),
+        (32, 4, "", None),
+        (80, 8, "--num-layers-per-virtual-pipeline-stage 2", None),
+        (61, 4, "--decoder-first-pipeline-num-layers 16 --decoder-last-pipeline-num-layers 15", None),
+        (30, 4, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", None),
+    ],
+)
+def test_layers_that_megatron_drops(tmp_path, layers, pp, more, dropped):
+    """NVIDIA/Megatron-LM#1304 (28 of 30 layers), #468 (64 of 80), #326 (32 of 40)."""
+    path = tmp_path / "pretrain.sh"
+    path.write_text(MEGATRON.format(layers, pp, more))
+    told = [each for each in found(path) if each["cause"] == "unequal_schedule"]
+    assert [f"the last {dropped} are dropped" in each["summary"] for each in told] == [True] * (
+        dropped is not None
+    )
+
+
+def test_nccl_without_room(tmp_path):
+    """NVIDIA/nccl#1235: 6,291,456 bytes on the fourth device of its host, whose rank is not said."""
+    path = tmp_path / "train.log"
+    path.write_text(
+        "ng30903:3063028:3066152 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n\n"
+        "ng30903:3063028:3066152 [3] include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes\n"
+    )
+    (finding,) = found(path)
+    assert (finding["cause"], finding["certainty"], finding["ranks"]) == ("non_torch_memory", "likely", [])
+    assert "6.00 MiB on device 3" in finding["summary"]
+
+
+REFUSAL = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.12 GiB (GPU 5; 23.70 GiB total "
+    "capacity; 22.00 GiB already allocated; 292.56 MiB free; 22.29 GiB reserved in total by PyTorch)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("inner", "cause"), [("optim.step()", "optimizer_step"), ("self.run()", "memory_unknown")]
+)
+def test_a_stack_that_stands_below(tmp_path, inner, cause):
+    """hpcaitech/ColossalAI#3509: the message first, then the stack, outermost frame first."""
+    path = tmp_path / "train.log"
+    place = "/x/torch/optim/adamw.py" if "optim" in inner else "/x/run.py"
+    path.write_text(
+        REFUSAL + "Traceback (most recent call last):\n"
+        + "".join(f'  File "outer{number}.py", line 1, in fit\n    self.fit()\n' for number in range(12))
+        + f'  File "{place}", line 9, in step\n    {inner}\n'
+    )  # fmt: skip
+    (finding,) = [each for each in found(path) if each["kind"] == "oom"]
+    assert finding["cause"] == cause
+    assert f"at step at {place}:9" in finding["summary"]

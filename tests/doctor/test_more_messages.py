@@ -87,3 +87,49 @@ def test_a_stack_that_stands_below(tmp_path, inner, cause):
     (finding,) = [each for each in found(path) if each["kind"] == "oom"]
     assert finding["cause"] == cause
     assert f"at step at {place}:9" in finding["summary"]
+
+
+GRAPH = "node-b:9:10 [0] NCCL INFO GPU/{} :{} CPU/0-0 (2/24.0/PHB)\n"
+
+
+@pytest.mark.parametrize(
+    ("paths", "ways"),
+    [
+        ("GPU/0-1000 (0/5000.0/LOC) GPU/0-2000 (2/20.0/PIX) GPU/0-3000 (4/12.0/SYS) GPU/0-4000 (4/12.0/SYS)",
+         [("PIX", 20e9, 1), ("SYS", 12e9, 2)]),
+        ("GPU/1000 (0/5000.0/LOC) GPU/2000 (2/20.0/PHB)", [("PHB", 20e9, 1)]),
+        ("GPU/0-1000 (0/5000.0/LOC) GPU/0-2000 (1/80.0/NVL) GPU/0-3000 (4/12.0/SYS)", None),
+    ],
+    ids=["two classes", "an old form", "NVLink"],
+)  # fmt: skip
+def test_paths_of_nccls_graph(tmp_path, paths, ways):
+    path = tmp_path / "train.log"
+    path.write_text(GRAPH.format("1000", paths))
+    told = [each["numbers"] for each in found(path)]
+    assert [[(way["class"], way["bandwidth"], way["devices"]) for way in each["ways"]] for each in told] == (
+        [] if ways is None else [ways]
+    )
+    assert [each["near"] for each in told] == ([] if ways is None else [2 if len(ways) > 1 else None])
+
+
+def titan(step, memory, share):
+    return (
+        f"[rank0]:[titan] 2025-03-20 08:19:11,539 - root - INFO - step: {step}  loss:  7.7158  "
+        f"memory: {memory:.2f}GiB({share:.2f}%)  tps: 5,966\n"
+    )
+
+
+def test_memory_grows_from_the_beginning_of_its_own_run(tmp_path):
+    """pytorch/torchtitan#1789 behind lines of a run before it."""
+    path = tmp_path / "train.log"
+    path.write_text(titan(30, 49.58, 52.2) + titan(1, 58.28, 73.66) + titan(10, 73.32, 92.67))
+    (finding,) = [each for each in found(path) if each["cause"] == "tight_memory"]
+    assert "15.04 GiB more than at step 1)" in finding["summary"]
+
+
+def test_two_refusals_have_their_own_stacks(tmp_path):
+    path = tmp_path / "train.log"
+    stack = '  File "adamw.py", line 9, in step\n    optim.step()\n'
+    path.write_text(stack.replace("adamw", "torch/optim/adamw") + REFUSAL + REFUSAL.replace("3.12", "2.12"))
+    kinds = {each["summary"][:8]: each["cause"] for each in found(path)}
+    assert kinds == {"3.12 GiB": "optimizer_step", "2.12 GiB": "memory_unknown"}

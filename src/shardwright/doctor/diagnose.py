@@ -12,6 +12,7 @@ from shardwright.doctor.hang import hang_findings
 from shardwright.doctor.inputs import gather
 from shardwright.doctor.layout import layout_findings
 from shardwright.doctor.links import map_findings
+from shardwright.doctor.nccl_graph import graph_findings
 from shardwright.doctor.numbers import numbers_findings
 from shardwright.doctor.oom import oom_findings
 from shardwright.doctor.setting import Setting, parse_given
@@ -27,6 +28,7 @@ KINDS: tuple[Callable[[Evidence], list[Finding]], ...] = (
     slow_findings,
     checkpoint_findings,
     topology_findings,
+    graph_findings,
     bandwidth_findings,
     map_findings,
 )

@@ -20,6 +20,7 @@ from shardwright.doctor import (
     memory_log,
     message_log,
     moments,
+    nccl_graph,
     nccl_log,
     plain_steps,
     step_log,
@@ -73,6 +74,7 @@ TEXT_HEAD = 1 << 20
 LINE_READERS = merged(
     [
         nccl_log.READERS,
+        nccl_graph.READERS,
         fingerprints.READERS,
         crash_log.READERS,
         memory_log.READERS,

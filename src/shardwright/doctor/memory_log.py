@@ -97,6 +97,8 @@ def _frames(line: Line) -> tuple[str, ...]:
         code = ""
         for text in lines:
             other = rank_of_text(text)
+            if "ried to allocate" in text and (own is None or other == own):
+                break  # another refusal, whose stack is its own
             if own is not None and other != own and (tagged or other is not None):
                 continue  # another rank's line, or no rank's where each of this one's says whose it is
             if (frame := _FRAME.search(text)) is not None:

@@ -169,7 +169,13 @@ def _growing(evidence: Evidence) -> Iterator[Finding]:
     steps = [step for step in evidence.of(Step) if "memory" in step.values and step.step is not None]
     if len(steps) < 2 or evidence.of(OutOfMemory):
         return
-    first, last = steps[0], max(steps, key=lambda step: step.values["memory"])
+    last = max(steps, key=lambda step: step.values["memory"])
+    first = last
+    for step in reversed(steps[: steps.index(last)]):  # back to where a log begins anew
+        if step.source.file == last.source.file and (step.step or 0) > (first.step or 0):
+            break
+        if step.source.file == last.source.file and step.rank == last.rank:
+            first = step
     share = last.values.get("memory_share")
     if share is None or share < FULL:
         return

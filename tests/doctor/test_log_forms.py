@@ -112,3 +112,43 @@ def test_an_exit_code_alone_is_still_told(tmp_path):
         "(exitcode: 1) local_rank: 0 (pid: 170581) of binary: /usr/bin/python3.10\n",
     )
     assert [cause for cause, _, _ in causes(path)] == ["rank_failed"]
+
+
+def desync(*lines):
+    return "".join(f"\t - {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            desync(
+                "[2] finished collective #41, but didn't join collective #42 (count from 1)",
+                "[0,1,3] joined but didn't finish collective #42 (count from 1)",
+            ),
+            ("skipped_collective", "certain", [2]),
+        ),
+        (
+            desync(
+                "[0,1,3] joined but didn't finish collective #42 (count from 1)",
+                "[2] finished collective #41, but didn't join collective #42 (count from 1)",
+            ),
+            ("skipped_collective", "certain", [2]),
+        ),
+        (
+            desync(
+                "[2] joined but didn't finish collective #41 (count from 1)",
+                "[0,1,3] finished collective #41, but didn't join collective #42 (count from 1)",
+            ),
+            ("lagging_rank", "likely", [2]),
+        ),
+        (
+            desync("[2, 5] finished collective #41, but didn't join collective #42 (count from 1)"),
+            ("skipped_collective", "certain", [2, 5]),
+        ),
+    ],
+    ids=["did not join", "in another order", "did not finish", "alone"],
+)
+def test_who_lags_in_a_desync_report(tmp_path, text, expected):
+    """Those in the call that others did not join wait; those in a call that others have finished lag."""
+    assert causes(write(tmp_path, "[rank0]: torch.distributed desync report\n" + text)) == [expected]

@@ -124,7 +124,20 @@ def _desync(evidence: Evidence) -> Iterator[Finding]:
             report.ranks,
             (report.source,),
         )
-    if unfinished and unjoined:
+    behind = [r for r in unjoined if any((r.seq or 0) <= (each.seq or 0) for each in unfinished)]
+    if behind:  # others are in the very call that these did not join, or in a later one
+        lagging = tuple(sorted({rank for report in behind for rank in report.ranks}))
+        waiting = {rank for report in unfinished for rank in report.ranks}
+        yield Finding(
+            "skipped_collective",
+            "certain",
+            f"{ranks_text(set(lagging))} finished the collective before #{behind[0].seq} and did not join it, "
+            f"while {ranks_text(waiting)} wait in #{unfinished[0].seq}",
+            lagging,
+            tuple(report.source for report in [*behind, *unfinished]),
+            numbers={"sequence": behind[0].seq},
+        )
+    elif unfinished and unjoined:
         first = unfinished[0]
         others = {rank for report in unjoined for rank in report.ranks}
         yield Finding(

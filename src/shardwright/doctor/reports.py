@@ -131,8 +131,8 @@ def _desync(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "skipped_collective",
             "certain",
-            f"{ranks_text(set(lagging))} finished the collective before #{behind[0].seq} and did not join it, "
-            f"while {ranks_text(waiting)} wait in #{unfinished[0].seq}",
+            f"{ranks_text(set(lagging))} finished the collective before #{behind[0].seq} and did not join "
+            f"it, while {ranks_text(waiting)} wait in #{unfinished[0].seq}",
             lagging,
             tuple(report.source for report in [*behind, *unfinished]),
             numbers={"sequence": behind[0].seq},

@@ -52,6 +52,7 @@ FORMS = {
         "iter 100: loss 3.1234, time 120.50ms, mfu 35.10%\n",
         (100, {"loss": 3.1234, "step_time": 0.1205, "mfu": 0.351}),
     ),
+    "nanoGPT's evaluation": ("step 250: train loss 2.1000, val loss 2.2000\n", (250, {"loss": 2.1})),
     "NeMo Automodel": (
         "2025-12-01 10:00:00 | INFO | step 1 | epoch 0 | loss 16.94 | grad_norm 12.1 | lr 0.01 | "
         "mem 60.1 GiB | tps 1234.5(154.3/gpu)\n",
@@ -74,6 +75,8 @@ def test_a_step(tmp_path, form):
     [
         "the loss: 3 of 4 packets were lost in step\n",
         "Validation: loss: 2.5 after the epoch\n",
+        "step 100 | validation loss: 2.5 |\n",
+        "iter 100: val loss 2.2, load balancing loss: 0.01\n",
         "[INFO] step_avg:123 train_losses saved to /x/12\n",
     ],
 )

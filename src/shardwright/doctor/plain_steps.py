@@ -47,6 +47,21 @@ KEPT = (
 )
 """What a line of words is believed to say: not its ranks and degrees, which stand in prefixes."""
 
+OF_TRAINING = (
+    "train",
+    "training",
+    "total",
+    "lm",
+    "avg",
+    "average",
+    "mean",
+    "current",
+    "global",
+    "info",
+    "ce",
+)
+"""Words before a bare ``loss`` that leave it the training's."""
+
 LETTERS: Mapping[str, float] = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 """Of nanotron's short numbers."""
 
@@ -64,6 +79,7 @@ _STEP = re.compile(
 )
 _BAR = re.compile(r"\|\s*(\d+)/\d+ \[")
 """A progress bar's count, where the line has no other."""
+_WORD_BEFORE = re.compile(r"([A-Za-z]+)[ \t]*$")
 _ALONE = re.compile(r"^\s*(?:\[\w+\]:)?\s*(?P<name>[A-Za-z][A-Za-z ]+):\s*" + NUMBER + r"\s*$")
 
 BLOCK_BEFORE, BLOCK_BEHIND = 6, 8
@@ -90,6 +106,9 @@ def values_of(text: str) -> dict[str, float]:
         key, scale = SCALED.get(name) or (NAMES[name], 1.0)
         if key not in KEPT or (name == "time" and not found["unit"]):
             continue
+        word = _WORD_BEFORE.search(text[: found.start()])
+        if name == "loss" and word is not None and word[1].lower() not in OF_TRAINING:
+            continue  # of validation, of balancing experts, ...
         value = number(next(group for group in found.groups()[1:] if group is not None))
         if value is not None:
             scale *= LETTERS[found["letter"] or ""] * UNITS.get(found["unit"] or "", 1)

@@ -133,3 +133,37 @@ def test_two_refusals_have_their_own_stacks(tmp_path):
     path.write_text(stack.replace("adamw", "torch/optim/adamw") + REFUSAL + REFUSAL.replace("3.12", "2.12"))
     kinds = {each["summary"][:8]: each["cause"] for each in found(path)}
     assert kinds == {"3.12 GiB": "optimizer_step", "2.12 GiB": "memory_unknown"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ValueError: Seq length 8190 must be divisible by 2 * cp degree 8\n", "bad_layout"),
+        ("AssertionError: sequence length must be divisible by tensor parallel size\n", "bad_layout"),
+        ("ValueError: number of experts (60) must be divisible by ep (8)\n", "bad_layout"),
+        ("ValueError: loaded state dict contains a parameter group that doesn't match the size of "
+         "optimizer's group\n", "layout_changed"),
+        ("ValueError: num_attention_heads (28) must be divisible by tp (8)\n", "heads_do_not_divide"),
+        ("the picture's width must be divisible by 16\n", None),
+    ],
+)  # fmt: skip
+def test_other_rules(tmp_path, text, expected):
+    path = tmp_path / "train.log"
+    path.write_text(text)
+    assert [cause for cause, _, _ in causes(path)] == ([] if expected is None else [expected])
+
+
+WORDS = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 4 has a total capacity of 79.11 "
+    "GiB of which 1.07 GiB is free. Of the allocated memory 73.15 GiB is allocated by PyTorch, and 2.00 "
+    "GiB is reserved by PyTorch but unallocated.\n"
+)
+
+
+@pytest.mark.parametrize("place", ["memory.", "Tried to", "allocate", "has", "free."])
+def test_a_refusal_that_was_wrapped_anywhere(tmp_path, place):
+    path = tmp_path / "train.log"
+    path.write_text(WORDS.replace(f"{place} ", f"{place}\n", 1))
+    (finding,) = [each for each in found(path) if each["kind"] == "oom"]
+    assert finding["numbers"]["requested"] == round(1.96 * 2**30)
+    assert finding["numbers"]["free"] == round(1.07 * 2**30)

@@ -99,6 +99,12 @@ def _of_file(message: Message) -> Iterator[Finding]:
         yield Finding("format_refused", "certain", text, ranks, source)
     elif message.what == "not_loaded":
         yield from _not_loaded(message)
+    elif message.what == "groups":
+        text = (
+            "the optimizer's parameter groups have other sizes in the checkpoint: it is of another layout, "
+            "or other parameters were trained"
+        )
+        yield Finding("layout_changed", "likely", text, ranks, source)
     elif message.what == "tensor_sizes":
         yield from _other_shards(message)
     elif message.what == "flattened_range":

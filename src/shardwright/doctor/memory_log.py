@@ -194,6 +194,9 @@ def read_report(line: Line) -> Iterator[MemoryReport]:
 
 READERS: dict[bytes, Reader[Any]] = {
     b"ried to allocate ": read_out_of_memory,
+    b" out of memory. ": read_out_of_memory,
+    b" out of memory.\n": read_out_of_memory,
+    b" out of memory. Tried to\n": read_out_of_memory,
     b"you tried to allocate": read_host_memory,
     b"DefaultCPUAllocator": read_host_memory,
     b"Cannot allocate memory": read_host_memory,

@@ -133,6 +133,15 @@ PATTERNS: list[tuple[bytes, Pattern]] = [
     (b"should be divisible by", _LAYERS),
     (b"must be divisible by", _LAYERS),
     (
+        b"be divisible by",
+        _pattern(
+            "rule",
+            r"(?:Error|Exception)\b.{0,40}?(?P<text>(?:[Ss]eq\w*[ _]?len\w*|[Ss]equence length|"
+            r"[Nn]umber of (?:routed )?experts|num_experts|hidden_size|ffn_hidden_size|vocab\w*)"
+            r"\D{0,20}?\(?\d*\)? ?(?:must|should) be (?:evenly )?divisible by .*)",
+        ),
+    ),
+    (
         b"must be a multiple of",
         _pattern(
             "heads",
@@ -282,6 +291,10 @@ PATTERNS: list[tuple[bytes, Pattern]] = [
         _pattern("missing_key", r"Unexpected keys \(for this rank\): \{?['\"]?(?P<name>[^'\"},]*)"),
     ),
     (b"Unable to load optimizer", _pattern("optimizer_empty", r"Unable to load optimizer from checkpoint")),
+    (
+        b"contains a parameter group that",
+        _pattern("groups", r"contains a parameter group that doesn't match the size of optimizer's group"),
+    ),
     (
         b"must match the size of tensor",
         _pattern(

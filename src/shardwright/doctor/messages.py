@@ -52,6 +52,8 @@ def _of(message: Message, evidence: Evidence) -> Iterator[Finding]:
     elif message.what == "world":
         text = f"{numbers['text']} does not make up {numbers['world']} ranks"
         yield Finding("world_does_not_factor", "certain", text, (), source, numbers=_plain(numbers))
+    elif message.what == "rule":
+        yield Finding("bad_layout", "certain", str(numbers["text"]), (), source)
     elif message.what == "layers":
         yield _layers(message)
     elif message.what == "heads":

@@ -7,6 +7,7 @@ import lzma
 import subprocess
 import sys
 import tarfile
+import zipfile
 import zlib
 
 import pytest
@@ -41,6 +42,21 @@ def test_bombs_of_every_form_are_not_unpacked(tmp_path, suffix):
     path.write_bytes(PACKED[suffix](bytes(70 << 20)))
     with pytest.raises(EvidenceError, match="unpacks to more than 64 MiB"):
         diagnose([str(path)])
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar of gz"])
+def test_many_small_bombs_are_one(tmp_path, kind):
+    """Each stays below what any file may come to; together they may not."""
+    path, bomb = tmp_path / "logs", bytes(15 << 20)
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for number in range(8):
+                archive.writestr(f"{number}.log", bomb)
+    else:
+        tar_of(path, "w:gz", **{f"{number}.gz": gzip.compress(bomb) for number in range(8)})
+    refused = diagnose([str(path)])["refused"]
+    assert 1 <= len(refused) <= 4
+    assert all("unpacks to more than 64 MiB" in each["reason"] for each in refused)
 
 
 @pytest.mark.parametrize("suffix", ["gz", "xz", "bz2"])

@@ -47,7 +47,7 @@ from shardwright.doctor.run_folder import (
     silence_of,
 )
 from shardwright.doctor.step_log import step_of_mapping
-from shardwright.doctor.streams import BUFFER, AgainStream, buffered
+from shardwright.doctor.streams import BUFFER, AgainStream, Allowance, buffered
 from shardwright.doctor.tables import is_table, read_table
 from shardwright.doctor.trace import is_trace_head, read_trace
 from shardwright.doctor.trainer import is_trainer, setting_of_trainer
@@ -96,7 +96,7 @@ def gather(paths: Sequence[str], stdin: BinaryIO | None = None) -> Evidence:
     for path in paths:
         if path == STDIN:
             if stdin is not None:
-                _read_stream(evidence, STDIN, cast(BinaryIO, AgainStream(b"", stdin)))
+                _read_stream(evidence, STDIN, cast(BinaryIO, AgainStream(b"", stdin)), Allowance(0))
             continue
         if not Path(path).exists():
             raise EvidenceError(f"file {path} does not exist: give logs, dumps, plans or a run folder")
@@ -125,18 +125,18 @@ def _files(path: Path) -> Iterator[Path]:
 def _read_file(evidence: Evidence, path: Path) -> None:
     try:
         with path.open("rb", buffering=BUFFER) as stream:
-            _read_stream(evidence, str(path), stream, path.stat().st_size)
+            _read_stream(evidence, str(path), stream, Allowance(path.stat().st_size))
     except OSError as fault:
         evidence.notes.append((str(path), f"cannot be read: {fault.strerror}"))
 
 
-def _read_stream(evidence: Evidence, name: str, stream: BinaryIO, size: int = 0) -> None:
+def _read_stream(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
     """One file, by what its first bytes say. Faults become notes."""
     reader = buffered(stream)
     try:
         head = reader.peek(HEAD)[:HEAD]
         kind = _kind(head, name)
-        _KINDS[kind](evidence, name, reader, size)
+        _KINDS[kind](evidence, name, reader, allowance)
         if kind not in CONTAINERS:
             evidence.inputs.append((name, kind))
     except (
@@ -179,38 +179,38 @@ def _kind(head: bytes, name: str) -> str:
     return "text"
 
 
-def _read_packed(kind: str) -> Callable[[Evidence, str, BinaryIO, int], None]:
-    def read(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
-        _read_stream(evidence, *unpacked(kind, name, stream, size))
+def _read_packed(kind: str) -> Callable[[Evidence, str, BinaryIO, Allowance], None]:
+    def read(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
+        _read_stream(evidence, *unpacked(kind, name, stream, allowance), allowance)
 
     return read
 
 
 def _read_archive(
-    members: Callable[[str, BinaryIO], Iterator[Member]],
-) -> Callable[[Evidence, str, BinaryIO, int], None]:
-    def read(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
-        for member in members(name, stream):
+    members: Callable[[str, BinaryIO, Allowance], Iterator[Member]],
+) -> Callable[[Evidence, str, BinaryIO, Allowance], None]:
+    def read(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
+        for member in members(name, stream, allowance):
             if member.stream is None:
                 evidence.notes.append((member.name, member.reason))
             else:
-                _read_stream(evidence, member.name, member.stream)
+                _read_stream(evidence, member.name, member.stream, allowance)
 
     return read
 
 
-def _read_events(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
+def _read_events(evidence: Evidence, name: str, stream: BinaryIO, _: Allowance) -> None:
     evidence.records += read_events(name)
 
 
-def _read_pickled(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
+def _read_pickled(evidence: Evidence, name: str, stream: BinaryIO, _: Allowance) -> None:
     document = read_pickle(stream)
     if not is_dump(document):
         raise EvidenceError("is a pickle, but no flight recorder dump")
     evidence.dumps.append(read_dump(name, document))
 
 
-def _read_json(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+def _read_json(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
     head = stream.peek(HEAD)[:HEAD] if isinstance(stream, io.BufferedReader) else b""
     if is_trace_head(head):
         evidence.traces.append(read_trace(name, stream))
@@ -222,7 +222,7 @@ def _read_json(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
         document = None  # JSON lines, or a log that begins with a brace
     if document is None:
         before = len(evidence.records)
-        _read_text(evidence, name, cast(BinaryIO, AgainStream(data, stream)), size)
+        _read_text(evidence, name, cast(BinaryIO, AgainStream(data, stream)), allowance)
         if len(evidence.records) == before:
             evidence.notes.append(
                 (name, "begins as JSON and is cut off or malformed: nothing in it was recognised")
@@ -237,10 +237,10 @@ def _read_json(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
     if step is not None:
         evidence.records.append(step)
         return
-    _read_text(evidence, name, io.BytesIO(data), size)
+    _read_text(evidence, name, io.BytesIO(data), allowance)
 
 
-def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
     data = stream.read(LARGEST_DOCUMENT)
     try:
         text = data.decode("utf-8-sig")
@@ -265,7 +265,7 @@ def _read_toml(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> No
     )
 
 
-def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: int) -> None:
+def _read_text(evidence: Evidence, name: str, stream: BinaryIO, _: Allowance) -> None:
     """A log, a table, a script or YAML: what its beginning says it is, and a log in any case."""
     reader = buffered(stream)
     head = decoded(reader.peek(TEXT_HEAD)[:TEXT_HEAD])
@@ -322,14 +322,14 @@ def _read_setting(evidence: Evidence, name: str, head: str) -> None:
         evidence.settings.append(setting_of_trainer(name, flags))
 
 
-def _refuse(why: str) -> Callable[[Evidence, str, BinaryIO, int], None]:
-    def read(evidence: Evidence, name: str, stream: BinaryIO, size: int) -> None:
+def _refuse(why: str) -> Callable[[Evidence, str, BinaryIO, Allowance], None]:
+    def read(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
         raise EvidenceError(why)
 
     return read
 
 
-_KINDS: Mapping[str, Callable[[Evidence, str, BinaryIO, int], None]] = {
+_KINDS: Mapping[str, Callable[[Evidence, str, BinaryIO, Allowance], None]] = {
     **{kind: _read_packed(kind) for kind in PACKINGS},
     "zip": _read_archive(zip_members),
     "tar": _read_archive(tar_members),

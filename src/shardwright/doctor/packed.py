@@ -9,9 +9,9 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import BinaryIO, NamedTuple, Protocol, cast
 
-from shardwright.doctor.streams import BUFFER, BoundedStream, Stream
+from shardwright.doctor.streams import BUFFER, Allowance, BoundedStream, Stream
 from shardwright.errors import EvidenceError
 
 MOST_FILES = 4096
@@ -119,17 +119,17 @@ PACKINGS: Mapping[str, Packing] = {
 }
 
 
-def unpacked(kind: str, name: str, stream: BinaryIO, size: int) -> tuple[str, BinaryIO]:
+def unpacked(kind: str, name: str, stream: BinaryIO, allowance: Allowance) -> tuple[str, BinaryIO]:
     """Name and content of a packed file.
 
     Raises: EvidenceError: what unpacks it is not installed. Reading raises it too: the file is a bomb.
     """
     packing = PACKINGS[kind]
-    inner = BoundedStream(packing.opened(stream, name), size, name)
+    inner = BoundedStream(packing.opened(stream, name), allowance, name)
     return name.removesuffix(packing.suffix), cast(BinaryIO, inner)
 
 
-def zip_members(name: str, stream: BinaryIO) -> Iterator[Member]:
+def zip_members(name: str, stream: BinaryIO, allowance: Allowance) -> Iterator[Member]:
     """Files of a zip archive.
 
     Raises: EvidenceError: it is one of torch.save, which holds weights.
@@ -144,10 +144,10 @@ def zip_members(name: str, stream: BinaryIO) -> Iterator[Member]:
                 yield Member(own, None, "is encrypted: unpack it first")
                 continue
             with archive.open(info) as member:
-                yield Member(own, _bounded(member, info.compress_size, own))
+                yield Member(own, cast(BinaryIO, BoundedStream(cast(BinaryIO, member), allowance, own)))
 
 
-def tar_members(name: str, stream: BinaryIO) -> Iterator[Member]:
+def tar_members(name: str, stream: BinaryIO, _: Allowance) -> Iterator[Member]:
     """Files of a tar archive, in one pass; links and sparse files, whose size means nothing, are not read."""
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         files = (info for info in archive if info.isreg())
@@ -157,13 +157,9 @@ def tar_members(name: str, stream: BinaryIO) -> Iterator[Member]:
             if member is None:
                 yield Member(own, None, "is a sparse file: unpack it first")
             else:
-                yield Member(own, _bounded(member, info.size, own))
+                yield Member(own, cast(BinaryIO, member))
 
 
 def is_tar(head: bytes) -> bool:
     """Whether a file begins as a tar archive."""
     return head[257:262] == b"ustar"
-
-
-def _bounded(member: Any, size: int, name: str) -> BinaryIO:
-    return cast(BinaryIO, BoundedStream(cast(BinaryIO, member), size, name))

@@ -33,11 +33,32 @@ class Stream(io.RawIOBase):
         raise NotImplementedError
 
 
+class Allowance:
+    """How many bytes one file may unpack to, all that is packed inside it together."""
+
+    def __init__(self, packed: int) -> None:
+        """``packed``: bytes of the file."""
+        self.packed, self.read = packed, 0
+        self.most = min(max(packed * MOST_RATIO, ALWAYS_ALLOWED), MOST_UNPACKED)
+
+    def take(self, size: int, name: str) -> None:
+        """Count ``size`` bytes of ``name``.
+
+        Raises: EvidenceError: the file is a bomb.
+        """
+        self.read += size
+        if self.read > self.most:
+            raise EvidenceError(
+                f"{name} unpacks to more than {self.most >> 20} MiB from {self.packed:,} bytes: "
+                "it is not read further; unpack it yourself if you trust it"
+            )
+
+
 class BoundedStream(Stream):
     """A packed file's content that ends with an error when it grows beyond all measure."""
 
-    def __init__(self, stream: BinaryIO, packed: int, name: str) -> None:
-        self._stream, self._packed, self._name, self._read = stream, packed, name, 0
+    def __init__(self, stream: BinaryIO, allowance: Allowance, name: str) -> None:
+        self._stream, self._allowance, self._name = stream, allowance, name
 
     def next(self, size: int) -> bytes:
         """Up to ``size`` bytes.
@@ -45,14 +66,7 @@ class BoundedStream(Stream):
         Raises: EvidenceError: it is a bomb.
         """
         data = self._stream.read(size)
-        self._read += len(data)
-        allowed = min(max(self._packed * MOST_RATIO, ALWAYS_ALLOWED), MOST_UNPACKED)
-        if self._read > allowed:
-            raise EvidenceError(
-                f"{self._name} unpacks to more than {allowed >> 20} MiB from {self._packed:,} bytes: "
-                "it is not read "
-                "further; unpack it yourself if you trust it"
-            )
+        self._allowance.take(len(data), self._name)
         return data
 
 

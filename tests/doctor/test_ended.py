@@ -51,6 +51,14 @@ def test_exit_codes_after_a_hang_are_its_echo(tmp_path, end):
     assert causes(tmp_path / "train.log", tmp_path / "launch.log") == [("skipped_collective", "likely", [2])]
 
 
+@pytest.mark.parametrize(("named", "expected"), [(True, ("rank_failed", "certain", [2])), (False, None)])
+def test_an_exit_code_before_a_hang_counts_if_it_is_somebodys(tmp_path, named, expected):
+    ended = "Process 2 exit with status code 1.\n" if named else DEEPSPEED.format(1)
+    path = tmp_path / "train.log"
+    path.write_text(ended + "world size: 4\n" + "".join(watchdog(rank, 9, "ALLREDUCE") for rank in (0, 1, 3)))
+    assert causes(path) == [expected or ("skipped_collective", "likely", [2])]
+
+
 SHAPE = (
     "size mismatch for {}: copying a param with shape torch.Size([{}]) from checkpoint, the shape in current "
     "model is torch.Size([{}]).\n"

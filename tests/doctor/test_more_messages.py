@@ -167,3 +167,18 @@ def test_a_refusal_that_was_wrapped_anywhere(tmp_path, place):
     (finding,) = [each for each in found(path) if each["kind"] == "oom"]
     assert finding["numbers"]["requested"] == round(1.96 * 2**30)
     assert finding["numbers"]["free"] == round(1.07 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", ["large_bubble"]),
+        ("--num-virtual-stages-per-pipeline-rank 2", ["too_few_microbatches"]),
+    ],
+    ids=["1F1B", "interleaved"],
+)
+def test_megatrons_1f1b_takes_fewer_microbatches_than_stages(tmp_path, more, expected):
+    """It warms up with as many as there are; torch's hangs (pytorch/torchtitan#775)."""
+    path = tmp_path / "pretrain.sh"
+    path.write_text(MEGATRON.format(32, 8, more).replace("512", "4") + " --world-size 16")
+    assert [cause for cause, _, _ in causes(path)] == expected

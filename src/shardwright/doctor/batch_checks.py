@@ -18,6 +18,10 @@ UNEVEN = (
     "--pipeline-model-parallel-layout"
 )
 
+SHORT_WARMUP = ("megatron", "deepspeed")
+"""Frameworks whose 1F1B warms up with as many microbatches as there are. Source: Megatron-LM,
+megatron/core/pipeline_parallel/schedules.py; DeepSpeed, runtime/pipe/schedule.py."""
+
 ANY_MICROBATCHES = ("gpipe", "loopedbfs")
 """Schedules that work with fewer microbatches than stages."""
 
@@ -113,7 +117,8 @@ def pipeline_findings(setting: Setting) -> Iterator[Finding]:
         "bubble_overhead": (p - 1) / (chunks * m),
     }
     least = 2 * p if schedule.startswith("dualpipe") else p
-    if m < least and schedule not in ANY_MICROBATCHES:
+    short = schedule == "1f1b" and chunks == 1 and setting.framework in SHORT_WARMUP
+    if m < least and schedule not in ANY_MICROBATCHES and not short:
         why = "" if setting.schedule else " (the schedule is not said; 1F1B is taken)"
         yield Finding(
             "too_few_microbatches",

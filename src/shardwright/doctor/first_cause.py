@@ -56,8 +56,8 @@ def first_causes(evidence: Evidence, waiting: set[int], stuck: Sequence[str] = (
         if weight not in CAUSES:
             continue
         before = comes_first(failure, first, waiting)
-        if failure.what == "exited" and not before:
-            continue  # after a timeout processes end with an exit code, and that alone says nothing
+        if failure.what == "exited" and first is not None and (not before or failure.rank is None):
+            continue  # after a timeout processes end with an exit code; one of nobody known says nothing
         if before is False or (
             failure.rank in waiting and weight in ("error", "data", "network", "start") and not before
         ):

@@ -59,6 +59,19 @@ def test_many_small_bombs_are_one(tmp_path, kind):
     assert all("unpacks to more than 64 MiB" in each["reason"] for each in refused)
 
 
+def test_packed_again_and_again_is_read_so_deep_and_no_deeper(tmp_path):
+    path, data = tmp_path / "train.log.gz", LOG
+    for _ in range(3):
+        data = gzip.compress(data)
+    path.write_bytes(data)
+    assert causes(path) == MISMATCH
+    for _ in range(400):
+        data = gzip.compress(data, 1)
+    path.write_bytes(data)
+    with pytest.raises(EvidenceError, match="lies in 16 packed files"):
+        diagnose([str(path)])
+
+
 @pytest.mark.parametrize("suffix", ["gz", "xz", "bz2"])
 def test_parts_behind_each_other_are_one_log(tmp_path, suffix):
     path = tmp_path / f"train.log.{suffix}"

@@ -181,7 +181,8 @@ def _kind(head: bytes, name: str) -> str:
 
 def _read_packed(kind: str) -> Callable[[Evidence, str, BinaryIO, Allowance], None]:
     def read(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
-        _read_stream(evidence, *unpacked(kind, name, stream, allowance), allowance)
+        with allowance.inside(name):
+            _read_stream(evidence, *unpacked(kind, name, stream, allowance), allowance)
 
     return read
 
@@ -190,11 +191,12 @@ def _read_archive(
     members: Callable[[str, BinaryIO, Allowance], Iterator[Member]],
 ) -> Callable[[Evidence, str, BinaryIO, Allowance], None]:
     def read(evidence: Evidence, name: str, stream: BinaryIO, allowance: Allowance) -> None:
-        for member in members(name, stream, allowance):
-            if member.stream is None:
-                evidence.notes.append((member.name, member.reason))
-            else:
-                _read_stream(evidence, member.name, member.stream, allowance)
+        with allowance.inside(name):
+            for member in members(name, stream, allowance):
+                if member.stream is None:
+                    evidence.notes.append((member.name, member.reason))
+                else:
+                    _read_stream(evidence, member.name, member.stream, allowance)
 
     return read
 

@@ -1,6 +1,8 @@
 """Streams over streams: packed content that is bounded, and bytes that were read already."""
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 from shardwright.errors import EvidenceError
@@ -14,6 +16,9 @@ MOST_RATIO = 300
 """How many times its size a packed file may come to, beyond the first 64 MiB. Logs pack ten- to fiftyfold."""
 
 ALWAYS_ALLOWED = 64 << 20
+
+MOST_LAYERS = 16
+"""Packed files inside one another that are unpacked."""
 
 
 class Stream(io.RawIOBase):
@@ -38,7 +43,7 @@ class Allowance:
 
     def __init__(self, packed: int) -> None:
         """``packed``: bytes of the file."""
-        self.packed, self.read = packed, 0
+        self.packed, self.read, self.layers = packed, 0, 0
         self.most = min(max(packed * MOST_RATIO, ALWAYS_ALLOWED), MOST_UNPACKED)
 
     def take(self, size: int, name: str) -> None:
@@ -52,6 +57,23 @@ class Allowance:
                 f"{name} unpacks to more than {self.most >> 20} MiB from {self.packed:,} bytes: "
                 "it is not read further; unpack it yourself if you trust it"
             )
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """While what ``name`` holds is read.
+
+        Raises: EvidenceError: too many files are packed in one another.
+        """
+        if self.layers == MOST_LAYERS:
+            raise EvidenceError(
+                f"{name} lies in {MOST_LAYERS} packed files, one inside the other: it is not read further; "
+                "unpack it yourself if you trust it"
+            )
+        self.layers += 1
+        try:
+            yield
+        finally:
+            self.layers -= 1
 
 
 class BoundedStream(Stream):

@@ -72,7 +72,7 @@ def evaluation_figures(model: str, ranks: int, batch: int, seq: int) -> dict[str
     found = figures_of(
         SETTING.format(model=model, ranks=ranks, batch=batch, seq=seq)
         + "from shardwright.plan.evaluate import evaluate, least, of_microbatches, whole_step;"
-        "from shardwright.plan.search import plain_grids; start = time.perf_counter();"
+        "from shardwright.plan.sweep import plain_grids; start = time.perf_counter();"
         "rows = sum(piece.grid.ordered_rows for grid in plain_grids(model, job, cluster.ranks) for piece in"
         " evaluate(model, job, cluster,"
         " whole_step(model, job, cluster, of_microbatches(model, job, least(model, job, cluster, grid)))));"

@@ -3,10 +3,10 @@
 ``faults`` lists what is wrong with one layout; ``plan/search.py`` masks rows of a table by the same codes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shardwright.axes import EXPERT_AXES, MESH_ORDER, MESH_ORDERS
 from shardwright.cluster import Cluster
@@ -49,6 +49,10 @@ HOST_OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
 """Optimizers whose update the runtime can make on the host: element by element, without other ranks."""
 
 
+LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
+"""Schedules in which a rank of pp has every pp-th stage."""
+
+
 class Layout(Description):
     """Degrees of every axis, the ZeRO stage, the pipeline's schedule, the microbatch and what is recomputed.
 
@@ -76,7 +80,9 @@ class Layout(Description):
     cp_kind: ContextKind = "none"
     schedule: ScheduleName = "none"
     chunks: PositiveInt = Field(default=1, description="stages of each pipeline rank")
-    stage_layers: tuple[PositiveInt, ...] = Field(default=(), description="layers of each stage, in order")
+    stage_layers: tuple[NonNegativeInt, ...] = Field(
+        default=(), description="layers of each stage, in order; the ends may have only embedding or head"
+    )
     zero_stage: int = Field(default=0, ge=0, le=3)
     micro_batch: PositiveInt = Field(default=1, description="sequences of a microbatch on one rank")
     microbatches: PositiveInt = Field(default=1, description="microbatches of a step on one rank")
@@ -130,6 +136,8 @@ class Layout(Description):
                 f"stage_layers={list(self.stage_layers)} does not go with pp={self.pp} x "
                 f"chunks={self.chunks}: give the layers of {stages if stages > 1 else 'no'} stages"
             )
+        if fault := empty_stage_fault(self.stage_layers, self.schedule, self.chunks):
+            yield fault
         if self.pp == 1 and self.chunks > 1:
             yield f"chunks={self.chunks} does not go with pp=1: a single rank is not interleaved, use 1"
         if (self.cp == 1) != (self.cp_kind == "none"):
@@ -205,6 +213,24 @@ class Fault(NamedTuple):
 
     code: str
     message: str
+
+
+def empty_stage_fault(stage_layers: Sequence[int], schedule: str, chunks: int) -> str | None:
+    """Why stages without layers are wrong; None: there are none, or the first has the embedding alone, the
+    last the head alone, and their ranks have other stages with layers.
+
+    Source: Llama 3, arXiv:2407.21783, section 3.3.2, whose pipeline ends so.
+    """
+    if min(stage_layers, default=1) > 0:
+        return None
+    if min(stage_layers[1:-1], default=0) == 0:
+        return f"stage_layers={list(stage_layers)} leaves a stage without layers: only the ends may have none"
+    if schedule in LOOPED and chunks > 1:
+        return None
+    return (
+        f"stage_layers={list(stage_layers)} leaves a rank without layers at chunks={chunks} of "
+        f"schedule={schedule!r}: give the ends layers, or use {' or '.join(LOOPED)} with chunks of 2 and more"
+    )
 
 
 def batches_that_work(dp: int, micro_batch: int, wanted: int) -> list[int]:

@@ -114,11 +114,18 @@ def _every_pipeline(pp, layers, microbatches):
         return {("none", 1, ())}
     found = set()
     for name in SCHEDULE_NAMES[1:]:
-        for chunks in range(1, layers // pp + 1):
+        for chunks in range(1, (layers + 2) // pp + 1):
             tried = chunks in CHUNKS.get(name, (chunks,)) and name != "DualPipe"
             if tried and why_not(name, pp, chunks, microbatches) is None:
                 stages = pp * chunks
-                found.add((name, chunks, stage_layers(layers, stages)))
+                if stages <= layers:
+                    found.add((name, chunks, stage_layers(layers, stages)))
+                if name in ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble") and chunks > 1:
+                    found.update(
+                        (name, chunks, (0, *(n,) * (stages - 2), 0))
+                        for n in (1, 2)
+                        if n * (stages - 2) == layers
+                    )  # embedding and head alone
                 if layers // stages > 1:
                     found.add((name, chunks, stage_layers(layers, stages, 1)))
     return found

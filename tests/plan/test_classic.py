@@ -159,14 +159,20 @@ def test_the_published_layout_of_llama_3_405b_fits(llama_405b):
     assert not faults(best, job, cluster) + model_faults(best, model, job)
 
 
-def test_the_published_layout_is_within_ten_percent_of_the_best(llama_405b, request):
-    name, _, found, free = llama_405b
-    if name == "128k":
-        reason = (
-            "10.7 %: zero-bubble schedules, its best before, do not fit with what torch keeps for weights"
-        )
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_the_published_layout_is_within_ten_percent_of_the_best(llama_405b):
+    _, _, found, free = llama_405b
     assert least_time(found) <= 1.1 * least_time(free)
+
+
+def test_llama_3_405b_has_a_layer_in_every_stage_but_those_of_embedding_and_head(llama_405b):
+    """126 layers on 16 ranks of 8 stages: the first has only the embedding, the last only the head.
+
+    Source: arXiv:2407.21783, section 3.3.2.
+    """
+    name, (model, *_), found, _ = llama_405b
+    best = found.layout(int(found.best[np.argmin(found.time[found.best])]))
+    if name == "128k":  # a microbatch a rank of pp: the more stages, the smaller the bubble
+        assert (best.pp, best.chunks, best.stage_layers) == (16, 8, (0, *(1,) * model.layers, 0))
 
 
 # One node

@@ -351,7 +351,7 @@ def test_the_published_layouts_of_llama_3_405b_fit(seq, batch, cp):
 def test_every_row_shown_has_its_own_memory():
     """Rows with a pipeline and without stand side by side; the heaviest rank is another in each."""
     model, job, cluster = preset("qwen3-30b-a3b"), Job(seq=4096, global_batch=64), cluster_of("h100-sxm", 16)
-    rows = find(model, job, cluster, {}, top=40, ranking="time").document["best"]
+    rows = find(model, job, cluster, {"tp": [4]}, top=40, ranking="time").document["best"]
     layouts = [Layout(**row["layout"]) for row in rows]
     assert len({layout.pp > 1 for layout in layouts}) == 2
     device = device_memory(model, job, cluster.device, table_of(layouts, model.layers))

@@ -210,6 +210,7 @@ PP_ROWS = [
     ),
     *(row("deep_tied", pp=2, **schedule) for schedule in (ONE_BY_ONE, SCHEDULES[3], ZBV, DUAL)),
     row("deep", pp=2, **ONE_BY_ONE, stage_layers=(3, 1), microbatches=5),
+    row("deep_tied", pp=2, schedule="Interleaved1F1B", chunks=3, stage_layers=(0, 1, 1, 1, 1, 0)),
     row("deep", pp=4, **ONE_BY_ONE),
     row("deep", pp=2, **ONE_BY_ONE, dp_replicate=2),
     row("deep", pp=2, **ONE_BY_ONE, **HSDP),

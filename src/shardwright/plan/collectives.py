@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from shardwright.bandwidth_map import Curve
 from shardwright.cluster import Cluster, Link
 from shardwright.plan.measured import Correction, Ratios, curve_words, measured_ratios, usable_curves
-from shardwright.plan.table import Floats, Ints
+from shardwright.plan.table import ColumnMap, Floats, Ints
 from shardwright.units import MiB
 
 SMALL_RING, SMALL_TREE = 1 / 2, 1 / 3.8
@@ -111,12 +111,9 @@ class Route:
         route.__dict__["costs"] = self.costs  # worked out once for all
         return route
 
-    def along(self, axis: int, places: slice | NDArray[np.intp]) -> "Route":
-        """The same for layouts of a grid that lie at some places of one of its axes."""
-        index = self.index
-        if index is None or index.ndim <= axis or index.shape[axis] == 1:
-            return self
-        return self.at(index[(slice(None),) * axis + (places,)])
+    def mapped(self, part: ColumnMap) -> "Route":
+        """The same for other layouts: ``part`` of what says which placement each has."""
+        return self if self.index is None else self.at(part(self.index))
 
     def corrected(self, collective: str, time: Floats, payload_bytes: Floats, launches: Floats) -> Floats:
         """A modelled ``time`` of ``launches`` of ``payload_bytes`` in all as measurements have it; as it is

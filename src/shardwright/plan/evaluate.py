@@ -5,7 +5,7 @@ as large as the grid, and these are made in blocks that stay in the caches.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,14 @@ from shardwright.job import Job
 from shardwright.layout import RECOMPUTE_KINDS
 from shardwright.model import ModelSpec
 from shardwright.plan.collectives import Route
+from shardwright.plan.data_axes import DataTimes, data_times
 from shardwright.plan.memory import RankStates, beside_allocated, highest, rank_states, reserved_terms
 from shardwright.plan.moments import PeakTerm
-from shardwright.plan.parts import Part, Parts, part_times
+from shardwright.plan.parts import Parts, part_times
 from shardwright.plan.placement import routes_of
-from shardwright.plan.space import BATCH, INNER, MEMORY, PIPE, Grid
-from shardwright.plan.step import busy_time, inside_time, least_time, outside_time
-from shardwright.plan.table import Floats, added, part_along
+from shardwright.plan.space import BATCH, GRID_AXES, INNER, MEMORY, PIPE, Grid
+from shardwright.plan.step import Pace, idle_time, least_time, outside_time, pace_of
+from shardwright.plan.table import ColumnMap, Floats, added, part_along
 
 BLOCK_ROWS = 65_536
 """Layouts summed at once: above it arrays fall out of the caches, below it numpy's calls dominate."""
@@ -49,34 +50,50 @@ class Timed(NamedTuple):
     parts: Parts
     places: tuple[NDArray[np.intp], ...]  # along every axis, of the grid it is what is left of
     ranks: RankStates | None = None  # worked out once memory is asked for
+    data: DataTimes | None = None  # likewise
+    pace: Pace | None = None  # while it has been worked out and is needed
 
     def floors(self) -> list[Floats]:
         """The fastest step at each place of every axis, or less."""
         pairs = zip(_floors(self.inside), _floors(self.outside), strict=True)
         return [inside + outside for inside, outside in pairs]
 
-    def along(self, axis: int, index: slice | NDArray[np.intp]) -> "Timed":
-        """The part that some places of one axis make up."""
+    def at(self, places: Mapping[int, NDArray[np.intp]]) -> "Timed":
+        """The part that some places of some axes make up."""
+        kept = tuple(mine[places[axis]] if axis in places else mine for axis, mine in enumerate(self.places))
+        return self.mapped(lambda column: at_places(column, places))._replace(places=kept)
+
+    def mapped(self, part: ColumnMap) -> "Timed":
+        """The same with ``part`` of every column; ``places`` as they are."""
         return Timed(
-            self.grid.along(axis, index),
-            part_along(self.inside, axis, index),
-            part_along(self.outside, axis, index),
-            {name: route.along(axis, index) for name, route in self.routes.items()},
-            _parts_along(self.parts, axis, index),
-            (*self.places[:axis], self.places[axis][index], *self.places[axis + 1 :]),
-            None if self.ranks is None else self.ranks.along(axis, index),
+            self.grid.mapped(part),
+            part(self.inside),
+            part(self.outside),
+            {name: route.mapped(part) for name, route in self.routes.items()},
+            self.parts.mapped(part),
+            self.places,
+            None if self.ranks is None else self.ranks.mapped(part),
+            None if self.data is None else self.data.mapped(part),
+            None if self.pace is None else Pace(*map(part, self.pace)),
         )
 
     def pruned(self, below: float) -> "Timed | None":
         """Without places of an axis at which every step takes ``below`` and longer; None: none is left."""
-        left = self
+        kept = {}
         for axis, floor in enumerate(self.floors()):
             keep = np.flatnonzero(floor < below)
             if len(keep) == 0:
                 return None
             if len(keep) < len(floor):
-                left = left.along(axis, keep)
-        return left
+                kept[axis] = keep
+        return self.at(kept) if kept else self
+
+
+def at_places(column: NDArray[Any], places: Mapping[int, NDArray[np.intp]]) -> NDArray[Any]:
+    """The part of a column that some places of some axes of a grid make up."""
+    for axis, index in places.items():
+        column = part_along(column, axis - GRID_AXES, index)  # ranks of a pipeline lie along an axis before
+    return column
 
 
 def least(
@@ -85,40 +102,47 @@ def least(
     cluster: Cluster,
     grid: Grid,
     routes: Mapping[str, Route] | None = None,
-    ranks: RankStates | None = None,
 ) -> Timed:
-    """A grid with what every layout takes at least; ``routes`` of all its axes, ``ranks`` if at hand."""
+    """A grid with what every layout takes at least; ``routes`` of all its axes if they are at hand."""
     routes = routes or routes_of(cluster, grid.table)
     parts = part_times(model, job, cluster, grid.table, routes)
     time = least_time(model, grid.table, parts)
-    places = tuple(np.arange(n) for n in grid.table.shape)
-    return Timed(grid, time, np.where(grid.valid, 0.0, np.inf), routes, parts, places, ranks)
+    outside = np.where(grid.valid, 0.0, np.inf)
+    return Timed(grid, time, outside, routes, parts, every_place(grid))
 
 
-def with_ranks(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Timed:
-    """The same with what of its memory depends on how the model is shared out alone."""
+def every_place(grid: Grid) -> tuple[NDArray[np.intp], ...]:
+    """Of a whole grid, its places along every axis."""
+    return tuple(np.arange(n) for n in grid.table.shape)
+
+
+def with_shares(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Timed:
+    """The same with what of memory and time depends on how the model is shared out alone."""
     ranks = grid.ranks or rank_states(model, job, cluster.device, grid.grid.table)
-    return grid._replace(ranks=ranks)
+    data = grid.data or data_times(model, job, grid.grid.table, grid.routes)
+    return grid._replace(ranks=ranks, data=data)
 
 
 def without_idle_time(model: ModelSpec, grid: Timed) -> Timed:
     """The same with what the busiest rank of each layout takes for all microbatches."""
-    return grid._replace(inside=busy_time(model, grid.grid.table, grid.parts))
+    pace = pace_of(model, grid.grid.table, grid.parts)
+    return grid._replace(inside=grid.grid.table.microbatches * pace.busy, pace=pace)
 
 
 def of_microbatches(model: ModelSpec, job: Job, grid: Timed) -> Timed:
     """The same with what all microbatches take, in the schedule of each layout."""
-    inside = inside_time(model, job, grid.grid.table, grid.routes, grid.parts)
+    table = grid.grid.table
+    pace = grid.pace or pace_of(model, table, grid.parts)
     there = np.where(grid.grid.shared & grid.grid.ordered, 0.0, np.inf)
-    return grid._replace(inside=added(there, inside.time, inside.bubble))
+    idle = idle_time(model, job, table, grid.routes, pace)
+    return grid._replace(inside=added(there, table.microbatches * pace.busy, idle), pace=None)
 
 
 def whole_step(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Timed:
-    """The same with what the data axes and the optimizer add."""
-    outside = outside_time(model, job, cluster, grid.grid.table, grid.routes, grid.parts)
-    return grid._replace(
-        outside=added(grid.outside, *outside.exposed.values(), outside.copies, outside.update)
-    )
+    """The same with what the data axes and the optimizer add; without what only times depend on."""
+    outside = outside_time(model, job, cluster, grid.grid.table, grid.routes, grid.parts, grid.data)
+    time = added(grid.outside, *outside.exposed.values(), outside.copies, outside.update)
+    return grid._replace(outside=time, routes={}, data=None)
 
 
 def evaluate(
@@ -128,7 +152,7 @@ def evaluate(
     ``below`` seconds are left out."""
     grid = timed.grid
     shape = grid.table.shape
-    ranks = with_ranks(model, job, cluster, timed).ranks
+    ranks = timed.ranks or rank_states(model, job, cluster.device, grid.table)
     terms = reserved_terms(model, job, cluster.device, grid.table, ranks)
     besides = beside_allocated(model, job, cluster.device, grid.table, ranks)
     beside = [np.where(grid.valid, besides, -np.inf)]
@@ -191,11 +215,3 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
     size = max(shape[axis] // pieces, 1)
     for first in range(0, shape[axis], size):
         yield axis, slice(first, min(first + size, shape[axis]))
-
-
-def _parts_along(parts: Parts, axis: int, index: slice | NDArray[np.intp]) -> Parts:
-    def cut(part: Part) -> Part:
-        return Part(*(part_along(np.asarray(time), axis, index) for time in part))
-
-    experts = None if parts.experts is None else cut(parts.experts)
-    return Parts(cut(parts.block), experts, cut(parts.embedding), cut(parts.head))

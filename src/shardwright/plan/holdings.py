@@ -37,7 +37,7 @@ from shardwright.plan.shards import (
     unit_elements,
 )
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import Floats, Ints, LayoutTable, added, distinct, part_along
+from shardwright.plan.table import ColumnMap, Floats, Ints, LayoutTable, added, distinct
 
 
 def token_bytes(job: Job) -> int:
@@ -70,9 +70,9 @@ class Amounts(NamedTuple):
     shard: Floats  # reduced
     last_share: float  # of the unit's last tensor in it
 
-    def along(self, axis: int, index: slice | NDArray[np.intp]) -> "Amounts":
-        """The same for the part of a grid that some places of one axis make up."""
-        return _of_columns((part_along(column, axis, index) for column in self[:-1]), self.last_share)
+    def mapped(self, part: ColumnMap) -> "Amounts":
+        """The same with ``part`` of every column."""
+        return _of_columns(map(part, self[:-1]), self.last_share)
 
 
 class Means(NamedTuple):

@@ -23,7 +23,7 @@ from shardwright.plan.shards import (
     weighted_elements,
 )
 from shardwright.plan.stages import Stage, all_stages, stages
-from shardwright.plan.table import Floats, LayoutTable, part_along, piecewise
+from shardwright.plan.table import ColumnMap, Floats, LayoutTable, part_along, piecewise
 
 NO_ROOM = 1e30
 """Bytes that no device has: what a layout needs that the host has no room for."""
@@ -99,7 +99,7 @@ def stage_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable,
     allocated = parameters + optimizer + peak.total
     kinds, amounts = model_blocks(model, job, table), unit_amounts(model, job, table)
     resting = parameters + optimizer
-    terms = peak_terms(model, job, table, stage, kinds, amounts, resting, pools=_has_pools(device))
+    terms = peak_terms(model, job, table, stage, kinds, amounts, resting, pools=has_pools(device))
     reserved = (1 + device.allocator_margin) * highest(list(terms), table.shape)
     return Ledger(
         stage=stage,
@@ -115,7 +115,7 @@ def stage_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable,
     )
 
 
-def _has_pools(device: Device) -> bool:
+def has_pools(device: Device) -> bool:
     """Whether freed memory stays with the stream that allocated it: torch's allocator of CUDA keeps it so."""
     return device.kind != "cpu"
 
@@ -171,12 +171,17 @@ class RankStates(NamedTuple):
 
     def along(self, axis: int, index: slice | NDArray[np.intp]) -> "RankStates":
         """The same for the part of a grid that some places of one axis make up."""
+        from_the_last = axis - self.communicators.ndim  # ranks lie along an axis before
+        return self.mapped(lambda column: part_along(column, from_the_last, index))
+
+    def mapped(self, part: ColumnMap) -> "RankStates":
+        """The same with ``part`` of every column."""
         return RankStates(
-            self.stage.mapped(lambda column: part_along(column, axis + 1, index)),
-            part_along(self.parameters, axis + 1, index),
-            part_along(self.optimizer, axis + 1, index),
-            {kind: unit.along(axis, index) for kind, unit in self.units.items()},
-            part_along(self.communicators, axis, index),
+            self.stage.mapped(part),
+            part(self.parameters),
+            part(self.optimizer),
+            {kind: unit.mapped(part) for kind, unit in self.units.items()},
+            part(self.communicators),
         )
 
 
@@ -205,7 +210,7 @@ def reserved_terms(
     kinds = model_blocks(model, job, table)
     stage, parameters, optimizer, amounts, _ = ranks or rank_states(model, job, device, table)
     resting = parameters + _on_device(table, optimizer)
-    return list(peak_terms(model, job, table, stage, kinds, amounts, resting, pools=_has_pools(device)))
+    return list(peak_terms(model, job, table, stage, kinds, amounts, resting, pools=has_pools(device)))
 
 
 def _on_device(table: LayoutTable, optimizer: Floats) -> Floats:

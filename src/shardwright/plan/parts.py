@@ -27,7 +27,7 @@ from shardwright.plan.compute import Work as Computation
 from shardwright.plan.experts import dispatch_time, gather_time
 from shardwright.plan.holdings import block_kinds
 from shardwright.plan.placement import routes_of
-from shardwright.plan.table import Floats, LayoutTable
+from shardwright.plan.table import ColumnMap, Floats, LayoutTable
 from shardwright.plan.traffic import (
     Rounds,
     context_rounds,
@@ -60,6 +60,10 @@ class Part(NamedTuple):
         """All of it."""
         return self.forward + self.backward + self.beside
 
+    def mapped(self, part: ColumnMap) -> "Part":
+        """The same with ``part`` of every time."""
+        return Part(*(part(np.asarray(time)) for time in self))
+
 
 class Parts(NamedTuple):
     """The parts of a model; ``experts`` is a block with experts, if there is one, and ``block`` it too if all
@@ -69,6 +73,11 @@ class Parts(NamedTuple):
     experts: Part | None
     embedding: Part
     head: Part
+
+    def mapped(self, part: ColumnMap) -> "Parts":
+        """The same with ``part`` of every time."""
+        experts = None if self.experts is None else self.experts.mapped(part)
+        return Parts(self.block.mapped(part), experts, self.embedding.mapped(part), self.head.mapped(part))
 
 
 def part_times(

@@ -26,7 +26,7 @@ def broken_rules(values: Mapping[str, Any], model: ModelSpec, job: Job, cluster:
 def _broken(values: Mapping[str, Any], model: ModelSpec, job: Job, cluster: Cluster) -> Iterator[Fault]:
     layout = Layout.model_construct(**values)  # not checked: rules are listed, not raised
     stages = layout.pp * layout.chunks
-    enough = stages <= model.layers and min(layout.stage_layers, default=1) > 0
+    enough = stages <= model.layers + 2 and min(layout.stage_layers[1:-1], default=1) > 0  # ends may be empty
     if not enough:
         yield Fault(
             "stages",

@@ -1,13 +1,11 @@
 """Search: every layout of a job, infeasible ones counted with a reason, the rest ranked.
 
-Layouts come as grids (plan/space.py). First those without offload and with the loss in one part; then the
-others, where the same layout without them is faster than the best that fits: offload and parts of the loss
-save memory and never time. Time is worked out first, and memory only of what is not much slower than the
-best.
+Layouts come as grids (plan/space.py). plan/sweep.py evaluates of them what is not much slower than the best
+and may fit; here the fastest are simulated, ranked and counted.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,22 +17,11 @@ from shardwright.job import Job
 from shardwright.layout import Layout, batches_that_work
 from shardwright.model import ModelSpec
 from shardwright.plan.columns import choices
-from shardwright.plan.evaluate import (
-    Evaluated,
-    Timed,
-    evaluate,
-    least,
-    least_memory,
-    of_microbatches,
-    whole_step,
-    with_ranks,
-    without_idle_time,
-)
 from shardwright.plan.memory import Ledger, memory_ledger
 from shardwright.plan.pipeline import simulated_times
-from shardwright.plan.placement import shared_routes
 from shardwright.plan.runnable import runnable_rows
-from shardwright.plan.space import BATCH, INNER, MEMORY, Grid, Space, search_space
+from shardwright.plan.space import Grid, Space, search_space
+from shardwright.plan.sweep import evaluate_all
 from shardwright.plan.table import Floats, LayoutTable
 from shardwright.plan.tally import Kept, Tally, joined
 from shardwright.units import format_bytes
@@ -47,9 +34,6 @@ FEWER_SAMPLES, GLOBAL_BATCH, CONSTRAINT, SCHEDULE, MEMORY_REASON = REASONS
 KEEP = 10_000
 """Layouts kept of those that fit, the fastest."""
 
-SLOWEST = 1.15
-"""Layouts that take so many times the best's step are passed over."""
-
 FINALISTS = 32
 """Layouts whose pipelines are simulated at a time: the closed forms that rank all are of equal stages."""
 
@@ -58,9 +42,6 @@ FRONT = 8
 
 ROUNDS = 6
 """Times that layouts are simulated at most."""
-
-PIECE_ROWS = 8_000_000
-"""Layouts of a piece of a grid at most: its largest columns then take some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +117,7 @@ def search(
     tally = Tally(job, keep, exhaustive, limit)
     grids, wanted = _wanted(job, space, fixed or {})
     unordered = sum(grid.rows - grid.ordered_rows for grid in grids)
-    _evaluate_all(model, job, cluster, grids, tally)
+    evaluate_all(model, job, cluster, grids, tally)
     pruned = wanted - unordered - tally.evaluated - tally.too_large
     kept = tally.kept()
     best = _ranked(kept, limit, job)
@@ -196,104 +177,6 @@ def _wanted(job: Job, space: Space, fixed: Mapping[str, Sequence[int]]) -> tuple
         if part is not None and part.rows:
             grids.append(part)
     return grids, sum(grid.rows for grid in grids)
-
-
-def plain_grids(model: ModelSpec, job: Job, ranks: int) -> Iterator[Grid]:
-    """The space of a job without offload and with the loss whole, in pieces."""
-    for grid in search_space(model, job, ranks).grids:
-        for piece in _pieces(grid):
-            plain, _ = _plain_and_other(piece)
-            if plain is not None:
-                yield plain
-
-
-def _plain_and_other(grid: Grid) -> tuple[Grid | None, Grid | None]:
-    """The part without offload and with the loss whole, and the rest."""
-    plain = ((grid.table.offload == 0) & (grid.table.loss_chunks == 1)).reshape(-1)
-    parts = (np.flatnonzero(mask) for mask in (plain, ~plain))
-    one, other = (grid.along(MEMORY, part) if len(part) else None for part in parts)
-    return one, other
-
-
-def _evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[Grid], tally: Tally) -> None:
-    """Evaluate the plain layouts of all grids, then what of the others can be faster than the best."""
-    pieces = [piece for grid in grids for piece in _pieces(grid)]
-    parts = [_plain_and_other(piece) for piece in pieces]
-    plain = [piece if one is None else one for piece, (one, _) in zip(pieces, parts, strict=True)]
-    routes = shared_routes(cluster, [grid.table for grid in plain]) if plain else []
-    every = [least(model, job, cluster, grid, ways) for grid, ways in zip(plain, routes, strict=True)]
-    order = sorted(range(len(every)), key=lambda n: _promise(every[n]))
-    waiting: list[tuple[Grid, Timed]] = []
-    for n in order:  # what the first reach puts others out
-        left = _evaluate(model, job, cluster, every[n], tally, SLOWEST)
-        one, other = parts[n]
-        if one is not None and other is not None and left is not None:
-            waiting.append((other, left))
-    for other, left in sorted(waiting, key=lambda pair: float(pair[1].floors()[INNER].min())):
-        below = _to_beat(other, tally)
-        worth = left.pruned(below)
-        if worth is not None:
-            for axis in range(MEMORY):
-                other = other.along(axis, worth.places[axis])
-            _evaluate(
-                model, job, cluster, least(model, job, cluster, other, worth.routes, worth.ranks), tally, 1.0
-            )
-
-
-def _with_room(grid: Timed, least_of: Evaluated, tally: Tally) -> Timed | None:
-    """The part of a grid where layouts of the least memory fit; the others are counted as too large."""
-    fits = least_of.device <= tally.limit
-    left: Timed | None = grid
-    for axis in range(BATCH):
-        others = tuple(other for other in range(fits.ndim) if other != axis)
-        keep = np.flatnonzero(fits.any(axis=others))
-        if len(keep) == 0:
-            left = None
-            break
-        if len(keep) < fits.shape[axis]:
-            left = left.along(axis, keep) if left is not None else None
-    tally.add_too_large(least_of, grid.grid.ordered_rows - (left.grid.ordered_rows if left else 0))
-    return left
-
-
-def _promise(grid: Timed) -> tuple[bool, float]:
-    """Sorts grids by what they may reach: those without a pipeline first, for which it is no mere hope."""
-    return bool((grid.grid.table.pp > 1).any()), float(grid.floors()[INNER].min())
-
-
-def _evaluate(
-    model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally, slowest: float
-) -> Timed | None:
-    """Evaluate what takes less than ``slowest`` times the best's step; returns what may take less whether it
-    fits or not, None if it is nothing."""
-    below = slowest * _to_beat(grid.grid, tally)
-    left = grid.pruned(below)
-    fast = left = with_ranks(model, job, cluster, left) if left is not None else None
-    if left is not None and not tally.exhaustive:
-        left = _with_room(left, least_memory(model, job, cluster, left), tally)
-    left = without_idle_time(model, left).pruned(below) if left is not None else None
-    left = of_microbatches(model, job, left).pruned(below) if left is not None else None
-    left = whole_step(model, job, cluster, left).pruned(below) if left is not None else None
-    if left is not None:
-        for piece in evaluate(model, job, cluster, left, below):
-            tally.add(piece)
-    return fast
-
-
-def _pieces(grid: Grid) -> Iterator[Grid]:
-    """A grid in pieces of not too many layouts."""
-    count = grid.table.shape[INNER]
-    for index in np.array_split(np.arange(count), min(-(-grid.table.rows // PIECE_ROWS), count)):
-        yield grid.along(INNER, index)
-
-
-def _to_beat(grid: Grid, tally: Tally) -> float:
-    """The step that a layout of the grid must be faster than to matter."""
-    if tally.exhaustive:
-        return float(np.inf)
-    if runnable_rows(grid.table, tally.job).any():
-        return tally.fastest[True]
-    return min(tally.fastest.values())
 
 
 def rejection_notes(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult) -> dict[str, str]:

@@ -16,7 +16,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import gathered_bytes
 from shardwright.plan.activations import ELEMENT_BYTES
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, NO_ADAPTERS, Tensor, parameter_table
-from shardwright.plan.table import Floats, Ints, LayoutTable
+from shardwright.plan.table import ColumnMap, Floats, Ints, LayoutTable
 
 EXPERT_BLOCK, EXPERTS = "expert_block", "experts"
 
@@ -36,6 +36,10 @@ class UnitElements(NamedTuple):
     shard: Floats
     padded: Floats
     last_share: float  # of the unit's last tensor in it
+
+    def mapped(self, part: ColumnMap) -> "UnitElements":
+        """The same with ``part`` of every column."""
+        return UnitElements(part(self.whole), part(self.shard), part(self.padded), self.last_share)
 
 
 Weight = Callable[[Tensor], float]

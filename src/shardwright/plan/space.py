@@ -14,12 +14,13 @@ from shardwright.layout import (
     OFFLOAD_KINDS,
     RECOMPUTE_KINDS,
     SCHEDULE_NAMES,
+    empty_stage_fault,
     ulysses_degrees,
 )
 from shardwright.model import ModelSpec
 from shardwright.plan.schedule import SCHEDULES, order_fault
 from shardwright.plan.splits import stage_layers
-from shardwright.plan.table import Ints, LayoutTable, by_schedule
+from shardwright.plan.table import ColumnMap, Ints, LayoutTable, by_schedule
 
 INNER, EXPERTS, ORDER, DATA, PIPE, BATCH, MEMORY = range(7)
 """Axes of a grid: tp with cp, ep, the order of the mesh, the data axes, the schedule with its stages, the
@@ -78,6 +79,10 @@ class Grid(NamedTuple):
             self.table.along(axis, index),
             *(mask[where] if mask.shape[axis] > 1 else mask for mask in self[1:]),
         )
+
+    def mapped(self, part: ColumnMap) -> "Grid":
+        """The same with ``part`` of every column and mask."""
+        return Grid(self.table.mapped(part), part(self.valid), part(self.shared), part(self.ordered))
 
     def restricted(self, column: str, allowed: Sequence[int]) -> "Grid | None":
         """The part whose ``column`` has one of some values; None: there is none."""
@@ -322,15 +327,22 @@ def _pipelines(model: ModelSpec, pp: int, asked: Asked) -> Iterator[tuple[int, i
         more = asked.get("chunks", ()) if name in CHUNKS else ()
         for chunks in sorted({*CHUNKS.get(name, (row.chunks,)), *more}):
             stages = pp * chunks
-            if stages > model.layers or chunks < FEWEST_CHUNKS.get(name, 1):
+            if stages > model.layers + 2 or chunks < FEWEST_CHUNKS.get(name, 1):
                 continue
             splits = dict.fromkeys((*SEARCHED_ENDS, *asked.get("ends", ())))
             known: set[tuple[int, ...]] = set()
             for ends in splits:
                 split = stage_layers(model.layers, stages, ends)
-                if min(split) > 0 and split not in known:
+                if _is_tried(split, name, chunks) and split not in known:
                     known.add(split)
                     yield code, chunks, ends
+
+
+def _is_tried(split: tuple[int, ...], schedule: str, chunks: int) -> bool:
+    """Whether every stage has layers, or both ends have none and all others the same: embedding and head
+    count as a stage's layers then."""
+    even = min(split) > 0 or (split[0] == split[-1] == 0 and len(set(split[1:-1])) == 1)
+    return even and empty_stage_fault(split, schedule, chunks) is None
 
 
 def _memory_choices(model: ModelSpec, asked: Asked) -> list[tuple[int, ...]]:

@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.model import ModelSpec
-from shardwright.plan.accounting import accounting_row, is_trained
+from shardwright.plan.accounting import accounting_row
 from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, makespan_bubble
 from shardwright.plan.busiest import INSIDE, BusiestRank, busiest_rank, work_time
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
+from shardwright.plan.data_axes import DataTimes, UnitTimes, data_times
 from shardwright.plan.held_units import busiest_units
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.parts import Part, Parts, beyond, hop_time, part_times
 from shardwright.plan.placement import routes_of
-from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, UnitElements, gathered_units, unit_elements
+from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, UnitElements
 from shardwright.plan.stages import (
     Work,
     expert_layers,
@@ -41,7 +42,6 @@ from shardwright.plan.traffic import (
     Flow,
     optimizer_flows,
     routing_flows,
-    scalar_flows,
     shard_axis,
     share_flows,
     tied_flows,
@@ -81,12 +81,13 @@ class StepTime:
         return found
 
 
-class _UnitTimes(NamedTuple):
-    """Seconds to gather, reduce and average over replicas one unit."""
+class Pace(NamedTuple):
+    """Seconds of a microbatch on the rank of a pipeline that has most to do: in all, of the forward pass with
+    half of what is exposed, and of the gradients of weights; without a pipeline, the first alone."""
 
-    gather: Floats
-    reduce: Floats
-    replicate: Floats
+    busy: Floats
+    forward: Floats
+    weight_gradients: Floats
 
 
 class Inside(NamedTuple):
@@ -129,9 +130,10 @@ def step_time(
     )
 
 
-def busy_time(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
-    """What the busiest rank of a pipeline takes for all microbatches, were it never idle."""
-    return table.microbatches * busiest_rank(model, table, parts)[1]
+def pace_of(model: ModelSpec, table: LayoutTable, parts: Parts) -> Pace:
+    """How fast the busiest rank of each layout's pipeline is."""
+    rank, busy = busiest_rank(model, table, parts)
+    return _pace(table, rank, busy)
 
 
 def inside_time(
@@ -139,7 +141,7 @@ def inside_time(
 ) -> Inside:
     """What does not depend on how the data axes split."""
     rank, busy = busiest_rank(model, table, parts)
-    bubble = _bubble(model, table, rank, busy, hop_time(model, job, table, routes))
+    bubble = idle_time(model, job, table, routes, _pace(table, rank, busy))
     return Inside(table.microbatches * busy, bubble, rank)
 
 
@@ -158,8 +160,9 @@ def outside_time(
     table: LayoutTable,
     routes: Mapping[str, Route],
     parts: Parts,
+    data: DataTimes | None = None,
 ) -> Outside:
-    """What the data axes and the optimizer add."""
+    """What the data axes and the optimizer add; ``data`` if it is at hand."""
     shard, overlap = shard_axis(table), cluster.device.overlap * job.program.data_hidden
     staged = overlap * job.program.stage_hidden
     blocks, with_experts = slowest_blocks(table, model), most_expert_blocks(table, model)
@@ -168,11 +171,10 @@ def outside_time(
     if parts.experts is not None:
         times = ((1 - share) * a + share * b for a, b in zip(block[:2], parts.experts[:2], strict=True))
         block = Part(*(np.asarray(time) for time in times))
-    elements = unit_elements(model, table, lambda tensor: float(is_trained(job, tensor)), job.adapters)
-    gathered = gathered_units(model, job, table, elements)
-    units = _units(model, job, routes, shard, gathered, elements, share, table.pp > 1)
-    copies = copy_time(job, cluster.device, table, blocks, with_experts, gathered, elements)
-    exposed = _scalar_times(table, routes)
+    data = data or data_times(model, job, table, routes)
+    units, elements = _units(model, data, share, table.pp > 1), data.trained
+    copies = copy_time(job, cluster.device, table, blocks, with_experts, data.gathered, elements)
+    exposed = {shard if axis == data.shard else axis: time for axis, time in data.scalars.items()}
     exposed[shard] = exposed[shard] + _exposed_shard(table, blocks, units, block, parts.head, overlap, staged)
     exposed["dp_replicate"] = exposed["dp_replicate"] + _exposed_replicate(
         table, blocks, units, block, overlap, staged
@@ -212,24 +214,31 @@ def mfu(model: ModelSpec, job: Job, cluster: Cluster, time: Floats) -> Floats:
     return np.asarray(flops / (time * cluster.ranks * cluster.device.peak(job.precision)))
 
 
-def _bubble(model: ModelSpec, table: LayoutTable, rank: BusiestRank, busy: Floats, hop: Floats) -> Floats:
-    """Idle time of a pipeline rank: the closed form of each schedule, for the slowest rank's times; were all
-    its stages as long as the longest."""
+def _pace(table: LayoutTable, rank: BusiestRank, busy: Floats) -> Pace:
+    if (table.pp == 1).all():
+        none = np.zeros((1,) * table.pp.ndim)
+        return Pace(busy, none, none)
+    half = [work_time(rank.parts, work, INSIDE) / 2 for work in rank.works]
+    ahead = [
+        work_time(rank.parts, work, ("forward",)) + beside
+        for work, beside in zip(rank.works, half, strict=True)
+    ]
+    return Pace(busy, rank.pick(ahead), rank.sum("weight_gradients"))
+
+
+def idle_time(
+    model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route], pace: Pace
+) -> Floats:
+    """Idle time of a pipeline rank [s]: the closed form of each schedule, for the slowest rank's times; were
+    all its stages as long as the longest."""
     if (table.pp == 1).all():
         return np.zeros((1,) * table.pp.ndim)
-    weight = rank.sum("weight_gradients")
-    half = [work_time(rank.parts, work, INSIDE) / 2 for work in rank.works]
-    forward = rank.pick(
-        [
-            work_time(rank.parts, work, ("forward",)) + beside
-            for work, beside in zip(rank.works, half, strict=True)
-        ]
-    )
 
     def idle(name: str, p: Floats, v: Floats, m: Floats, *times: Floats) -> Floats:
         return makespan_bubble(name, p, v, m, RankTimes(*times))
 
-    uneven = stage_unevenness(table, model)
+    uneven, hop = stage_unevenness(table, model), hop_time(model, job, table, routes)
+    busy, forward, weight = pace
     times = (forward * uneven, (busy - forward - weight) * uneven, weight * uneven, hop)
     return by_schedule(table.schedule, idle, table.pp, table.chunks, table.microbatches, *times)
 
@@ -261,51 +270,30 @@ def _host_update(job: Job, cluster: Cluster, table: LayoutTable, resting: Floats
 
 
 def _units(
-    model: ModelSpec,
-    job: Job,
-    routes: Mapping[str, Route],
-    shard: str,
-    gathered: Mapping[str, UnitElements],
-    trained: Mapping[str, UnitElements],
-    share: Floats,
-    piped: NDArray[np.bool_],
-) -> dict[str, _UnitTimes]:
+    model: ModelSpec, data: DataTimes, share: Floats, piped: NDArray[np.bool_]
+) -> dict[str, UnitTimes]:
     """Times of embedding, mean block and head.
 
     Without a pipeline tied embeddings stand as EMBEDDING: gathered for the look-up, their gradient whole
     after its backward; the ends of a pipeline have a copy each.
     """
-    wide = WIDE_BYTES[job.precision]
-
-    def times(kind: str) -> _UnitTimes:
-        route = routes["expert_shard" if kind == EXPERTS else shard]
-        there = np.where(gathered[kind].padded > 0, 1, 0)
-        slower = 1 / job.program.data_bandwidth
-        trains = np.where(trained[kind].shard > 0, 1, 0)
-        return _UnitTimes(
-            collective_time("all_gather", slower * gathered[kind].padded, there, route),
-            collective_time("reduce_scatter", slower * wide * trained[kind].padded, trains, route),
-            collective_time(
-                "all_reduce", slower * wide * trained[kind].shard, trains, routes["dp_replicate"]
-            ),
-        )
-
-    units = {kind: times(kind) for kind in (EMBEDDING, BLOCK, HEAD)}
+    every = data.units
+    units = {kind: every[kind] for kind in (EMBEDDING, BLOCK, HEAD)}
     if model.moe is not None:
-        columns = zip(units[BLOCK], times(EXPERT_BLOCK), times(EXPERTS), strict=True)
-        units[BLOCK] = _UnitTimes(*((1 - share) * dense + share * (b + e) for dense, b, e in columns))
+        columns = zip(every[BLOCK], every[EXPERT_BLOCK], every[EXPERTS], strict=True)
+        units[BLOCK] = UnitTimes(*((1 - share) * dense + share * (b + e) for dense, b, e in columns))
     if model.tied_embeddings:
         first, head = units[EMBEDDING], units[HEAD]
-        copy = _UnitTimes(*(a + b for a, b in zip(first, times(TIED), strict=True)))
-        units[EMBEDDING] = _UnitTimes(*(np.where(piped, a, b) for a, b in zip(copy, head, strict=True)))
-        units[HEAD] = _UnitTimes(*(np.where(piped, a, b) for a, b in zip(head, first, strict=True)))
+        copy = UnitTimes(*(a + b for a, b in zip(first, every[TIED], strict=True)))
+        units[EMBEDDING] = UnitTimes(*(np.where(piped, a, b) for a, b in zip(copy, head, strict=True)))
+        units[HEAD] = UnitTimes(*(np.where(piped, a, b) for a, b in zip(head, first, strict=True)))
     return units
 
 
 def _exposed_shard(
     table: LayoutTable,
     blocks: Floats,
-    units: Mapping[str, _UnitTimes],
+    units: Mapping[str, UnitTimes],
     times: Part,
     end: Part,
     overlap: float,
@@ -334,7 +322,7 @@ def _exposed_shard(
 def _exposed_alone(
     table: LayoutTable,
     blocks: Floats,
-    units: Mapping[str, _UnitTimes],
+    units: Mapping[str, UnitTimes],
     times: Part,
     gathers: Floats,
     end: Part,
@@ -359,7 +347,7 @@ def _exposed_alone(
 def _exposed_replicate(
     table: LayoutTable,
     blocks: Floats,
-    units: Mapping[str, _UnitTimes],
+    units: Mapping[str, UnitTimes],
     times: Part,
     overlap: float,
     staged: float,
@@ -380,13 +368,3 @@ def _exposed_replicate(
         return under + block.replicate + embedding.replicate
 
     return np.where(table.dp_replicate > 1, either(table.pp > 1, piped, alone), 0.0)
-
-
-def _scalar_times(table: LayoutTable, routes: Mapping[str, Route]) -> dict[str, Floats]:
-    """Token count, loss and norm, small all-reduces that nothing hides, by axis."""
-    none = np.zeros((1,) * table.pp.ndim)
-    times: dict[str, Floats] = {shard_axis(table): none, "dp_replicate": none}
-    for flow in scalar_flows(table):
-        time = collective_time("all_reduce", flow.payload_bytes, flow.launches, routes[flow.axis])
-        times[flow.axis] = times.get(flow.axis, none) + time
-    return times

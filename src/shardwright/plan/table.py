@@ -27,6 +27,9 @@ Floats = NDArray[np.float64]
 
 SIZE = attrgetter("size")
 
+ColumnMap = Callable[[NDArray[Any]], Any]
+"""Makes another column of one: a part of it, say."""
+
 PLAIN_COLUMNS = (
     "chunks", "zero_stage", "micro_batch", "microbatches", "recompute_every", "loss_chunks",
 )  # fmt: skip
@@ -104,6 +107,10 @@ class LayoutTable(NamedTuple):
         where = (slice(None),) * axis + (index,)
         return LayoutTable(*(column[where] if column.shape[axis] > 1 else column for column in self))
 
+    def mapped(self, part: "ColumnMap") -> "LayoutTable":
+        """The same with ``part`` of every column."""
+        return LayoutTable(*map(part, self))
+
     def layout(self, row: int, layers: int) -> Layout:
         """One row as a Layout of a model of ``layers``."""
         one = self.take(np.array([row]))
@@ -149,10 +156,11 @@ def distinct(*columns: Ints) -> tuple[list[tuple[int, ...]], NDArray[np.intp]]:
 
 
 def part_along(column: NDArray[Number], axis: int, index: slice | NDArray[np.intp]) -> NDArray[Number]:
-    """The part of a column that some places of one axis make up; one that does not vary there as it is."""
-    if column.ndim <= axis or column.shape[axis] == 1:
+    """The part of a column that some places of one axis make up, which may be counted from the last; one that
+    does not vary there as it is."""
+    if column.ndim < max(axis + 1, -axis) or column.shape[axis] == 1:
         return column
-    return np.asarray(column[(slice(None),) * axis + (index,)])
+    return np.asarray(column[(slice(None),) * (axis % column.ndim) + (index,)])
 
 
 def added(*parts: Floats | float) -> Floats:

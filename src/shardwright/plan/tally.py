@@ -59,12 +59,15 @@ class Tally:
         if feasible:
             self._add_feasible(part, np.where(fits, seconds, np.inf))
 
-    def add_too_large(self, part: Evaluated, rows: int) -> None:
-        """Count ``rows`` layouts that cannot fit, for those of ``part``, which take least memory, do not."""
+    def add_too_large(self, rows: int) -> None:
+        """Count ``rows`` layouts that cannot fit."""
         self.too_large += rows
         self.out_of_memory += rows
-        if rows:
-            real = part._replace(device=np.where(part.grid.layouts, part.device, np.inf))
+
+    def add_misses_of_least(self, part: Evaluated) -> None:
+        """Look for the nearest miss among layouts of which no other of their kind takes less memory."""
+        real = part._replace(device=np.where(part.grid.layouts, part.device, np.inf))
+        if not (real.device <= self.limit).all():
             self._add_misses(real, real.device <= self.limit)
 
     def _add_feasible(self, part: Evaluated, ranked: Floats) -> None:

@@ -6,7 +6,6 @@ working set while the sequence is computed again and while its gradients are mad
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from operator import ge
 from typing import NamedTuple
 
 from shardwright.layout import Recompute
@@ -230,11 +229,11 @@ class _Gradients:
 def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     """Moments that no other one exceeds in tensors and gradients alike; the first of equal ones."""
     kept = []
-    for place, (_, *ours) in enumerate(moments):
-        exceeded = (
-            all(map(ge, theirs, ours)) and (theirs != ours or other < place)
-            for other, (_, *theirs) in enumerate(moments)
-        )
-        if not any(exceeded):
+    for place, (_, token_bytes, made, fresh) in enumerate(moments):
+        for other, (_, tokens, gradients, last) in enumerate(moments):
+            more = tokens >= token_bytes and gradients >= made and last >= fresh
+            if more and (other < place or (tokens, gradients, last) != (token_bytes, made, fresh)):
+                break
+        else:
             kept.append(moments[place])
     return tuple(kept)

@@ -1,0 +1,164 @@
+"""A sweep over the grids of a space: each is evaluated as far as it may have what fits and is not slow.
+
+The promising grids come first, and what they reach puts others out. Time is worked out step by step, each a
+better bound from below, and memory only of what passes them all and may fit. Until something is known to fit,
+layouts without offload and with the loss in one part are evaluated alone: offload and parts of the loss save
+memory and never time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cluster import Cluster
+from shardwright.job import Job
+from shardwright.model import ModelSpec
+from shardwright.plan.cells import Cells, layouts_of_cells, lined_up, shape_of_cells
+from shardwright.plan.evaluate import (
+    Evaluated,
+    Timed,
+    evaluate,
+    least,
+    least_memory,
+    of_microbatches,
+    whole_step,
+    with_shares,
+    without_idle_time,
+)
+from shardwright.plan.placement import shared_routes
+from shardwright.plan.room import least_room
+from shardwright.plan.runnable import runnable_rows
+from shardwright.plan.space import BATCH, DATA, INNER, MEMORY, ORDER, Grid, search_space
+from shardwright.plan.tally import Tally
+
+SLOWEST = 1.15
+"""Layouts that take so many times the best's step are passed over."""
+
+PIECE_CELLS = 330_000
+"""Cells of a piece of a grid at most: its largest columns then take some megabytes."""
+
+
+def plain_grids(model: ModelSpec, job: Job, ranks: int) -> Iterator[Grid]:
+    """The space of a job without offload and with the loss whole, in pieces."""
+    for grid in search_space(model, job, ranks).grids:
+        for piece in _pieces(grid):
+            plain, _ = _plain_and_other(piece)
+            if len(plain):
+                yield piece.along(MEMORY, plain)
+
+
+def _plain_and_other(grid: Grid) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Places along MEMORY without offload and with the loss whole, and the others."""
+    plain = ((grid.table.offload == 0) & (grid.table.loss_chunks == 1)).reshape(-1)
+    return np.flatnonzero(plain), np.flatnonzero(~plain)
+
+
+def evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[Grid], tally: Tally) -> None:
+    """Evaluate all grids, the promising first. As long as nothing is known to fit, of each the plain layouts
+    alone, and what is left when there is something to beat."""
+    pieces = [piece for grid in grids for piece in _pieces(grid)]
+    routes = shared_routes(cluster, [grid.table for grid in pieces]) if pieces else []
+    every = list(zip(pieces, routes, strict=True))
+    promises = [_promise(least(model, job, cluster, _plain(grid), ways)) for grid, ways in every]
+    waiting: list[Timed] = []
+    for n in sorted(range(len(every)), key=promises.__getitem__):  # what the first reach puts others out
+        grid = least(model, job, cluster, *every[n])
+        plain, other = _plain_and_other(grid.grid)
+        if not tally.exhaustive and _to_beat(grid.grid, tally) == np.inf and len(plain) and len(other):
+            waiting.append(grid.at({MEMORY: other}))
+            grid = grid.at({MEMORY: plain})
+        _evaluate(model, job, cluster, grid, tally)
+    for grid in sorted(waiting, key=_promise):
+        _evaluate(model, job, cluster, grid, tally)
+
+
+def _plain(grid: Grid) -> Grid:
+    """Its plain layouts, all if it has none."""
+    plain, _ = _plain_and_other(grid)
+    return grid.along(MEMORY, plain) if len(plain) else grid
+
+
+def _with_room(
+    model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally, below: float
+) -> Iterator[tuple[Timed, Cells]]:
+    """What of a grid may fit and take less than ``below`` seconds, as cells, the fastest first; what cannot
+    fit is counted as too large."""
+    assert grid.ranks is not None
+    room = least_room(model, job, cluster.device, grid.grid.table, grid.ranks)
+    fits, layouts = room.whole <= tally.limit, layouts_of_cells(grid.grid)
+    tally.add_too_large(int(layouts.sum(where=~fits)))
+    floor = grid.inside.min(axis=(ORDER, DATA), keepdims=True)
+    there = np.broadcast_to(fits & (floor < below), layouts.shape)
+    for cells in lined_up(grid, there, floor):
+        some = cells.timed
+        here, away = map(cells.line.part, room.resting)
+        valid = some.grid.valid & (np.where(some.grid.table.offload & 1, away, here) <= tally.limit)
+        fitting = some.grid._replace(valid=valid)
+        tally.add_too_large(some.grid.ordered_rows - fitting.ordered_rows)
+        yield some._replace(grid=fitting, outside=np.where(valid, some.outside, np.inf)), cells
+
+
+def _where_some_fit(grid: Timed, least_of: Evaluated, tally: Tally) -> Timed | None:
+    """The part of a grid where layouts of the least memory fit; the others are counted as too large."""
+    fits = least_of.device <= tally.limit
+    left: Timed | None = grid
+    for axis in range(BATCH):
+        others = tuple(other for other in range(fits.ndim) if other != axis)
+        keep = np.flatnonzero(fits.any(axis=others))
+        if len(keep) == 0:
+            left = None
+            break
+        if len(keep) < fits.shape[axis]:
+            left = left.at({axis: keep}) if left is not None else None
+    tally.add_too_large(grid.grid.ordered_rows - (left.grid.ordered_rows if left else 0))
+    tally.add_misses_of_least(least_of)
+    return left
+
+
+def _promise(grid: Timed) -> tuple[bool, float]:
+    """Sorts grids by what they may reach: those without a pipeline first, for which it is no mere hope."""
+    return bool((grid.grid.table.pp > 1).any()), float(grid.floors()[INNER].min())
+
+
+def _evaluate(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> None:
+    """Evaluate what takes less than ``SLOWEST`` times the best's step."""
+    below = SLOWEST * _to_beat(grid.grid, tally)
+    left = grid.pruned(below)
+    left = without_idle_time(model, left).pruned(below) if left is not None else None
+    if left is None:
+        return
+    left = with_shares(model, job, cluster, left)
+    pieces: Iterable[tuple[Timed | None, Cells | None]]
+    if tally.exhaustive:
+        pieces = [(left, None)]
+    elif below == np.inf:  # nothing is known to fit
+        pieces = [(_where_some_fit(left, least_memory(model, job, cluster, left), tally), None)]
+    else:
+        pieces = _with_room(model, job, cluster, left, tally, below)
+    for piece, cells in pieces:
+        below = SLOWEST * _to_beat(grid.grid, tally)
+        piece = of_microbatches(model, job, piece).pruned(below) if piece is not None else None
+        piece = cells.with_data(piece) if piece is not None and cells is not None else piece
+        piece = whole_step(model, job, cluster, piece).pruned(below) if piece is not None else None
+        piece = cells.with_ranks(piece) if piece is not None and cells is not None else piece
+        if piece is not None:
+            for part in evaluate(model, job, cluster, piece, below):
+                tally.add(part)
+
+
+def _pieces(grid: Grid) -> Iterator[Grid]:
+    """A grid in pieces of not too many layouts."""
+    count, cells = grid.table.shape[INNER], prod(shape_of_cells(grid))
+    for index in np.array_split(np.arange(count), min(-(-cells // PIECE_CELLS), count)):
+        yield grid.along(INNER, index)
+
+
+def _to_beat(grid: Grid, tally: Tally) -> float:
+    """The step that a layout of the grid must be faster than to matter."""
+    if tally.exhaustive:
+        return float(np.inf)
+    if runnable_rows(grid.table, tally.job).any():
+        return tally.fastest[True]
+    return min(tally.fastest.values())

@@ -3,7 +3,7 @@
 plan/block_steps.py writes the block's operations, plan/tape.py plays them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -54,13 +54,14 @@ def _that_matters(split: Split, kind: Kind) -> Split:
 
 class BlockWays(NamedTuple):
     """A block split and recomputed in several ways: each, and of each as columns its moments, three amounts
-    each, the last repeated where others have more, what it keeps for each token, and both numbers of the
-    gradients of its inputs alone."""
+    each, the last repeated where others have more, what it keeps for each token, the three numbers of two
+    passes apart, and the moments of the one for weights; ``most`` and these besides what the block keeps."""
 
     kinds: tuple[BlockActivations, ...]
     moments: NDArray[np.float64]
     saved: NDArray[np.float64]
     apart: NDArray[np.float64]
+    weights: NDArray[np.float64]
 
 
 @lru_cache(maxsize=256)
@@ -68,11 +69,18 @@ def activations_of(model: ModelSpec, job: Job, splits: tuple[Split, ...], kind: 
     """Of every split, every kind of recomputation."""
     found = (_activations(model, job, _that_matters(split, kind), kind) for split in splits)
     kinds = tuple(ways[recompute] for ways in found for recompute in RECOMPUTE_KINDS)
-    count = max(len(each.moments) for each in kinds)
-    padded = [each.moments + each.moments[-1:] * (count - len(each.moments)) for each in kinds]
-    moments = np.array([[moment[1:] for moment in each] for each in padded])
-    saved, apart = [each.saved_bytes for each in kinds], [each.apart for each in kinds]
-    return BlockWays(kinds, moments, np.array(saved), np.array(apart))
+    saved = np.array([each.saved_bytes for each in kinds])
+    apart = np.array([each.apart[:3] for each in kinds])
+    apart[:, 0] -= saved
+    weights = _columns([each.apart.weights for each in kinds])
+    weights[:, :, 0] -= saved[:, None]
+    return BlockWays(kinds, _columns([each.moments for each in kinds]), saved, apart, weights)
+
+
+def _columns(moments: Sequence[tuple[Moment, ...]]) -> NDArray[np.float64]:
+    count = max(map(len, moments))
+    padded = [each + each[-1:] * (count - len(each)) for each in moments]
+    return np.array([[moment[1:] for moment in each] for each in padded])
 
 
 def rotary_table_bytes(model: ModelSpec, seq: int, precision: str) -> float:

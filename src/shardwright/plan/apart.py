@@ -3,24 +3,35 @@
 A rank takes turns of several microbatches with its chunks. A pass for inputs frees nothing that the pass for
 weights needs: neither what is saved nor the gradients of outputs. What the pass for weights makes stays as it
 is made until the next pass for inputs goes through the same block, and only then does ``fully_shard`` add it
-up in the type that gradients are reduced in. The first stage makes all its gradients in one pass.
+up in the type that gradients are reduced in. The pass for weights goes through a stage's blocks forward, and
+what it does not need of one it lets go of after the last. The first stage makes all its gradients in one
+pass.
+
+When forward passes have run out, so do those for weights that would fill the time: passes for inputs follow
+one another and pile up what waits.
 
 Source: torch 2.13 torch/distributed/pipelining/_backward.py, stage_backward_input and stage_backward_weight;
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, post_backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.plan.holdings import Held, Open, RankStep, Role, gathered_parameters, waiting_gradients
+from shardwright.plan.inside import Inside
 from shardwright.plan.table import Floats
 
+Weights = Callable[[NDArray[np.bool_]], Iterable[Inside]]
+"""Moments of a block's pass for weights; given the rows whose gradients are added to older ones at once."""
 
-def moments_apart(step: RankStep, role: Role) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
-    """The first and the last pass of a turn, at their begin and end; none in rows without such passes.
+
+def moments_apart(
+    step: RankStep, role: Role, weights: Weights
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    """Passes of a turn, at their begin and end; none in rows without such passes.
 
     Passes for weights are late by some of the turn before in the first pass, of the same in the last.
     """
@@ -28,24 +39,109 @@ def moments_apart(step: RankStep, role: Role) -> Iterator[tuple[str, NDArray[np.
     if not apart.any():
         return
     late = np.maximum(step.apart * step.stages - 1, 0.0)
-    blocks = step.layers / step.stages
-    waits = step.tokens * step.waits
-    in_blocks = step.kept(step.layers) - step.saved + step.tokens * step.apart_bytes + late * blocks * waits
-    activations = {"last": in_blocks + step.inputs}
-    activations["first"] = activations["last"] + (blocks - 1) * waits
-    still = Open(step.layers, True)
-    gathered = gathered_parameters(step, role, still, 0.0) + waiting_gradients(step, role, still)
-    of_head = step.tokens * (2 * step.residual + 2 * step.normed + step.rstd)
+    gathered = _state(step, role)
+    of_head = step.tokens * (step.residual + 2 * step.normed + step.rstd)
     of_logits = np.where(step.table.loss_chunks == 1, step.tokens * step.vocab, 0.0)
-    none = np.zeros_like(step.layers)
+    activations = _inputs(step, late)
     for turn, place in product(("last", "first"), activations):
         begins = turn == "first"
         rows = apart & (step.stages > 1) & (late > 0) if begins else apart
         if rows.any():
             heads = np.where(step.vocab > 0, late if begins else late + 1, 0.0)
             fresh = _left(step, late, begins=begins, ends=place == "first")
-            held = Held(none, activations[place] + heads * of_head, heads * of_logits, gathered + fresh)
+            held = _held(step, activations[place] + heads * of_head, heads * of_logits, gathered + fresh)
             yield f"gradients of inputs, {turn} of a turn, {place} layer", rows, held
+    for turn in ("last", "first"):
+        begins = turn == "first"
+        rows = apart & (step.stages > 1) & (late > 0) if begins else apart
+        if not rows.any():
+            continue
+        heads = np.where(step.vocab > 0, late + (not begins), 0.0)
+        before = left_by_others(step) + np.where(begins, step.head.fresh, 0.0)  # of the stage before: its own
+        there = gathered + np.where(step.flight.past > 0, before, 0.0)
+        for name, valid, held in _weights(step, late, weights, there, merges=begins):
+            with_head = held._replace(
+                activations=held.activations + heads * of_head, logits=held.logits + heads * of_logits
+            )
+            yield f"gradients of weights, {turn} of a turn, {name}", rows & valid, with_head
+
+
+def moments_of_tail(
+    step: RankStep, role: Role, weights: Weights, waiting: Floats, *, begun: bool
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    """The last pass for inputs and the pass for weights that follows it when no forward pass is left, of
+    ``waiting`` microbatches; ``begun``: the next one for weights, after another stage's."""
+    rows = waiting > 0
+    if not rows.any():
+        return
+    late, gathered = np.maximum(waiting * step.stages - 1, 0.0), _state(step, role)
+    if begun and not step.merges:
+        gathered = gathered + step.layers / step.stages * step.mean.fresh
+    for place, activations in () if begun else _inputs(step, late).items():
+        held = _held(step, activations, step.flight.logits, gathered)
+        yield f"gradients of inputs, {place} layer", rows, held
+    for name, valid, held in _weights(step, late, weights, gathered, merges=False):
+        yield f"gradients of weights, {name}", rows & valid, held
+
+
+def _state(step: RankStep, role: Role) -> Floats:
+    still = Open(step.layers, True)
+    return gathered_parameters(step, role, still, 0.0) + waiting_gradients(step, role, still)
+
+
+def _held(step: RankStep, activations: Floats, logits: Floats, gathered: Floats) -> Held:
+    return Held(np.zeros_like(step.layers), activations + step.inputs, logits, gathered)
+
+
+def _waiting(step: RankStep, late: Floats) -> Floats:
+    """Gradients that passes for weights will need of ``late`` stages, that of a stage's input with them."""
+    blocks = step.layers / step.stages
+    return np.asarray(late * step.tokens * (blocks * step.waits + step.residual))
+
+
+def _inputs(step: RankStep, late: Floats) -> dict[str, Floats]:
+    """Activations in the last and in the first layer of a pass for inputs."""
+    blocks = step.layers / step.stages
+    last = step.kept(step.layers) + step.tokens * step.apart_bytes + _waiting(step, late)
+    return {"last": last, "first": last + (blocks - 1) * step.tokens * step.waits}
+
+
+def _weights(
+    step: RankStep, late: Floats, weights: Weights, gathered: Floats, *, merges: bool
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    """A pass for weights in its first and its last layer; ``merges``: into gradients that are there as they
+    were made."""
+    blocks = step.layers / step.stages
+    kept = step.kept(step.layers) + _waiting(step, late) + step.tokens * step.residual
+    none = np.zeros_like(step.layers)
+    first = kept + (blocks - 1) * step.tokens * step.waits
+    last = kept + (blocks - 1) * (step.tokens * step.left - step.saved)
+    made = 0.0 if step.merges or merges else (blocks - 1) * step.mean.fresh
+    merging = np.full_like(step.table.pp, step.merges or merges, dtype=bool)
+    for moment in weights(merging):
+        for place, activations, before in (("first", first, 0.0), ("last", last, made)):
+            held = _held(
+                step, activations + step.tokens * moment.token_bytes, none, gathered + before + moment.fresh
+            )
+            yield f"{place} layer, {moment.name}", moment.valid, held
+
+
+def beside_two_passes(step: RankStep, held: Held) -> Held:
+    """What is held in a block's pass for all gradients, and what two passes leave beside it: in the first
+    stage's, gradients of weights as they were made, of the rank's other stages. Where no stage of the rank
+    has a turn (DualPipeV), the last stage has its forward pass before the first one's backward pass.
+    """
+    ends = (step.embedding.gathered > 0) & (step.stages > 1)
+    if not ends.any():
+        return held
+    others = step.layers * (1 - 1 / step.stages) * step.mean.fresh + step.head.fresh
+    left = ends & (step.apart > 0) & (step.flight.past > 0) & (not step.merges)
+    gathered = held.gathered + np.where(left, others, 0.0)
+    turned = ends & (step.vocab > 0) & (step.apart == 0)
+    tokens = np.where(turned, step.tokens, 0.0)
+    logits = held.logits + np.where(step.table.loss_chunks == 1, tokens * step.vocab, 0.0)
+    kept = tokens * (step.residual + step.normed + step.rstd)
+    return held._replace(gathered=gathered, activations=held.activations + kept, logits=logits)
 
 
 def left_by_others(step: RankStep) -> Floats:

@@ -19,6 +19,9 @@ class FlightPoints(NamedTuple):
     of ``first``, those past the last stage's forward pass. ``apart``: of ``first``, those of which only the
     gradients of weights are to come, or that are at work to that end; 0 where they are made together.
 
+    ``tail_held``: no forward pass is left, and most passes for weights are. ``tail``: of these, those of
+    which only the gradients of weights are to come; 0 where that is never more than before.
+
     ``settled``: whether as many are in flight after every chunk's gradients have been added up once.
 
     ``reducing``: the gradients of the first chunk that is through are reduced. ``pending``: of these, those
@@ -33,6 +36,8 @@ class FlightPoints(NamedTuple):
     reducing: Floats
     pending: Floats
     reduced: Floats
+    tail_held: Floats
+    tail: Floats
     settled: Floats
 
 
@@ -79,7 +84,9 @@ def flight_points(
     of_first_stage = np.where(r == 0, turn, 0.0)  # which makes all its gradients in one pass
     pending = np.maximum(reducing - of_first_stage, 0.0) if schedule in TWO_PASSES else 0.0 * reducing
     reduced = np.where(m <= turn, 1.0, v)
-    points = (first, second, steady, heads, apart, reducing, pending, reduced)
+    tail = _tail(schedule, r) + 0.0 * first
+    held = np.where(tail > 0, p - 1 - r + tail, 0.0)
+    points = (first, second, steady, heads, apart, reducing, pending, reduced, held, tail)
     return np.stack(np.broadcast_arrays(*(point / v for point in points), settled))
 
 
@@ -90,6 +97,14 @@ def _passes_apart(schedule: str, held: Floats, rank: Floats) -> Floats:
         return 0.0 * held
     late = 0.0 if schedule == "ZBVZeroBubble" else (2 if schedule == "ZB-H2" else 1) * rank
     return np.minimum(late + 1.0, held)
+
+
+def _tail(schedule: str, rank: Floats) -> Floats:
+    """Chunks that wait for the gradients of their weights, one at work included, when forward passes have run
+    out; those of the first rank have been made by then."""
+    if schedule == "ZBVZeroBubble":
+        return np.where(rank > 0, 2 * rank + 1, 0.0)
+    return np.where(rank > 0, rank + 1, 0.0) if schedule == "DualPipeV" else 0.0 * rank
 
 
 def weight_passes(

@@ -89,6 +89,24 @@ def fullest(found: Sequence[Flight], gradients: Floats, of_head: Floats | float 
     return best
 
 
+def tails(stage: Stage, kept: Kept) -> list[tuple[Flight, Floats]]:
+    """The points where no forward pass is left and most passes for weights are, and one later where nothing
+    else is; each with the microbatches that wait for one."""
+    held, waiting, each = stage.flight.tail_held, stage.flight.tail, 1 / stage.stages
+    if not waiting.any():
+        return []
+    outputs = (stage.stages - stage.head) * kept.output
+    found = []
+    nothing_else = (waiting == held) & (waiting > each)
+    for name, count, left in (
+        ("no forward pass left", held, waiting),
+        ("one pass for weights less", held - each, np.where(nothing_else, waiting - each, 0.0)),
+    ):
+        others = (count - 1) * kept.blocks + count * outputs
+        found.append((Flight(name, others, np.zeros(1), np.ones(1)), left))
+    return found
+
+
 def remaining(stage: Stage, kept: Kept) -> Floats:
     """Bytes of the microbatches in flight when the gradients of a rank's first chunk are reduced."""
     outputs = (stage.stages - stage.head) * kept.output

@@ -25,7 +25,7 @@ from shardwright.plan.activations import (
     activations_of,
     rotary_table_bytes,
 )
-from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, flights, remaining
+from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, flights, remaining, tails
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import (
     EXPERT_BLOCK,
@@ -76,11 +76,13 @@ class Amounts(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What a block of a rank keeps, the mean; of gradients of inputs alone what ``waits`` for those of the
-    weights, and the ``most`` that any block has [B for each token]."""
+    """What a block of a rank keeps, the mean; in two passes apart what ``waits`` for the weights' one, what
+    that has ``left`` of a block, and the ``most`` that any has in the inputs' one besides what it keeps
+    [B for each token]."""
 
     saved: Floats
     waits: Floats
+    left: Floats
     most: Floats
 
 
@@ -110,11 +112,13 @@ class RankStep:
     reduced: Floats  # ``past`` at that time
     stages: Floats
     apart: Floats  # microbatches of which only the gradients of weights are to come
-    apart_bytes: Floats  # of a block that makes the gradients of its inputs alone, for each token
+    tails: Sequence[tuple[Flight, Floats]]  # the same when no forward pass is left, and what else is there
+    apart_bytes: Floats  # of a block that makes the gradients of its inputs alone, besides what it keeps
     settled: Floats  # passes for inputs find gradients of their block in both types
     waits: Floats  # gradients of outputs that a block leaves then, for each token
+    left: Floats  # what a pass for weights leaves of a block, for each token
     ids: Floats  # token ids and targets of a step
-    tables: float  # rotary, one pair for all layers
+    tables: Floats  # rotary, one pair for all layers of a stage
     residual: Floats  # bytes of one vector of the residual stream
     normed: float  # bytes of what the head reads
     rstd: Floats
@@ -162,7 +166,8 @@ class BlockKinds(NamedTuple):
         Floats  # of every kind: its moments, three amounts each; the last repeated where others have more
     )
     saved: Floats  # of every kind: kept for each token
-    apart: Floats  # of every kind: the two of ``Apart``
+    apart: Floats  # of every kind: the numbers of ``Apart``
+    weights: Floats  # of every kind: moments of a pass for weights, as ``moments``
     row: NDArray[np.intp]
     plain: NDArray[np.intp]
     share: Floats  # of blocks that recompute
@@ -184,9 +189,9 @@ def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "de
         Split(tp, bool(sp), cp, CONTEXT_KINDS[cp_kind], *of_experts)
         for tp, sp, cp, cp_kind, *of_experts in cases
     )
-    kinds, moments, saved, apart = activations_of(model, job, tuple(splits), kind)
+    ways = activations_of(model, job, tuple(splits), kind)
     plain = row * len(RECOMPUTE_KINDS)
-    return BlockKinds(kinds, moments, saved, apart, plain + table.recompute, plain, 1 / table.recompute_every)
+    return BlockKinds(*ways, plain + table.recompute, plain, 1 / table.recompute_every)
 
 
 def _amounts(gathered: UnitElements, trained: UnitElements, job: Job) -> Amounts:
@@ -299,15 +304,19 @@ def rank_step(
     experts = _apart(units[EXPERTS], table, stage)
     ahead = _gathered_ahead(block, units[EXPERTS], table, stage)
     vocab = stage.head * np.ceil(model.vocab / table.tp) * element
+    tables = stage.stages * rotary_table_bytes(model, job.seq, job.precision) / table.cp
     rstd, normed = wide / by_sequence, element * model.hidden
     kept = Kept(
-        blocks=stage.blocks * saved
-        if resident.all()
-        else np.where(resident, stage.blocks * saved, (1 - stage.embedding) * residual * tokens),
+        blocks=tables
+        + (
+            stage.blocks * saved
+            if resident.all()
+            else np.where(resident, stage.blocks * saved, (1 - stage.embedding) * residual * tokens)
+        ),
         output=residual * tokens,
         head=(residual + normed + rstd) * tokens,
         logits=np.where(table.loss_chunks == 1, vocab * tokens, 0.0),
-        waits=stage.blocks * means.waits * tokens,
+        waits=(stage.blocks * means.waits + stage.stages * residual) * tokens,
         gradients=stage.blocks * mean.whole,
         slack=stage.head * (units[HEAD].whole + units[HEAD].fresh) + stage.blocks * mean.fresh,
     )
@@ -331,11 +340,13 @@ def rank_step(
         reduced=stage.flight.reduced,
         stages=stage.stages,
         apart=np.where((stage.stages == 1) & (stage.embedding > 0), 0.0, stage.flight.apart),
+        tails=tails(stage, kept),
         apart_bytes=means.most,
         settled=stage.flight.settled,
         waits=means.waits,
+        left=means.left,
         ids=token_bytes(job) * tokens * table.microbatches,
-        tables=rotary_table_bytes(model, job.seq, job.precision),
+        tables=tables,
         residual=residual,
         normed=normed,
         rstd=rstd,

@@ -12,14 +12,19 @@ from numpy.typing import NDArray
 
 from shardwright.job import Job
 from shardwright.model import ModelSpec
-from shardwright.plan.activations import BlockActivations, Kind
-from shardwright.plan.apart import left_by_others, moments_apart
+from shardwright.plan.activations import Kind
+from shardwright.plan.apart import (
+    Weights,
+    beside_two_passes,
+    left_by_others,
+    moments_apart,
+    moments_of_tail,
+)
 from shardwright.plan.flights import Flight, fullest
 from shardwright.plan.holdings import (
     Amounts,
     BlockKinds,
     Held,
-    Means,
     Open,
     RankStep,
     Role,
@@ -38,6 +43,14 @@ from shardwright.plan.holdings import (
     unit_amounts,
     waiting_gradients,
 )
+from shardwright.plan.inside import (
+    Inside,
+    each_inside,
+    each_weights,
+    variants_of,
+    worst_inside,
+    worst_weights,
+)
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats, LayoutTable, Number, added
 
@@ -52,11 +65,15 @@ def timeline(
     what is held. Of a pipeline with the fullest of the flights of plan/flights.py, or with each.
     """
     kinds, units = model_blocks(model, job, table), unit_amounts(model, job, table)
-    variants, means = _variants(table, kinds, stage)
+    variants, means = variants_of(table, kinds, stage)
     step = rank_step(model, job, table, units, means, stage)
     every = [_Flights(flight, flight, flight) for flight in step.flights]
     flights = every if every_flight else [_fullest(step)]
-    yield from _moments(step, roles_of(table), lambda role: _each_inside(step, role, variants), flights)
+    insides = _Insides(
+        lambda role: each_inside(merges_at_once(step, role), variants),
+        lambda merges: each_weights(merges, variants),
+    )
+    yield from _moments(step, roles_of(table), insides, flights)
 
 
 class PeakTerm(NamedTuple):
@@ -84,17 +101,19 @@ def peak_terms(
     ``resting``: parameters and optimizer state of the rank, which every moment has besides. ``pools``:
     reduced gradients have their memory at every moment, see ``pooled_gradients``.
     """
-    variants, means = _variants(table, kinds, stage)
+    variants, means = variants_of(table, kinds, stage)
     step = rank_step(model, job, table, units, means, stage)
-    plain = _worst_inside(step, np.zeros_like(table.micro_batch, dtype=bool), variants)
+    plain = worst_inside(step, np.zeros_like(table.micro_batch, dtype=bool), variants)
 
-    def worst(role: Role) -> list[_Inside]:
+    def worst(role: Role) -> list[Inside]:
         merges = merges_at_once(step, role)
-        return [_worst_inside(step, merges, variants) if merges.any() else plain]
+        return [worst_inside(step, merges, variants) if merges.any() else plain]
+
+    insides = _Insides(worst, lambda merges: [worst_weights(step, merges, variants)])
 
     present = [role for role in roles_of(table) if role.valid.any()]
     pool = pooled_gradients(step)
-    for name, valid, held in _moments(step, present, worst, [_fullest(step)]):
+    for name, valid, held in _moments(step, present, insides, [_fullest(step)]):
         there = valid & stage.valid
         if name.endswith("head backward"):
             there = there & (stage.head > 0)  # elsewhere it is in the last layer's moment as well
@@ -125,81 +144,11 @@ def model_blocks(model: ModelSpec, job: Job, table: LayoutTable) -> dict[Kind, B
     return {kind: block_kinds(model, job, table, kind) for kind in model.block_kinds}
 
 
-class _Inside(NamedTuple):
-    """A moment inside a block, the same for every layer, and the rows that have it."""
+class _Insides(NamedTuple):
+    """Moments inside a block: of a backward pass, and of one for weights."""
 
-    name: str
-    valid: NDArray[np.bool_]
-    token_bytes: Floats | float
-    fresh: Floats | float  # bytes of weight gradients
-
-
-class _Variant(NamedTuple):
-    """Blocks of one kind, recomputed or not, and the rows whose rank has them."""
-
-    kinds: Sequence[BlockActivations]
-    moments: Floats
-    apart: Floats
-    row: NDArray[np.intp]
-    valid: NDArray[np.bool_]
-
-
-def _variants(
-    table: LayoutTable, kinds: Mapping[Kind, BlockKinds], stage: Stage
-) -> tuple[list[_Variant], Means]:
-    """Blocks that a rank may have, and what one of them keeps for each token, the mean.
-
-    Of a rank with both kinds only the blocks with experts are looked at for the peak: theirs is higher.
-    """
-    some = table.recompute_every > 1
-    variants: list[_Variant] = []
-    saved = waits = most = np.zeros((1,) * table.micro_batch.ndim)
-    dense = stage.blocks - stage.expert_blocks
-    for kind, blocks in zip(kinds, (dense, stage.expert_blocks), strict=False):
-        own = kinds[kind]
-        looked_at = np.ones((1,) * table.pp.ndim, dtype=bool)  # small: what it joins grows to its shape
-        if len(kinds) > 1:
-            looked_at = (blocks > 0) & ((kind == "experts") | (blocks == stage.blocks))
-        variants.append(_Variant(own.kinds, own.moments, own.apart, own.row, looked_at))
-        if some.any():
-            variants.append(_Variant(own.kinds, own.moments, own.apart, own.plain, looked_at & some))
-        share = 1.0 if len(kinds) == 1 else blocks / stage.blocks
-        saved = saved + share * own.saved_bytes
-        waits = waits + share * own.apart[own.row, 1]
-    if stage.flight.apart.any():
-        for variant in variants:
-            most = np.maximum(most, np.where(variant.valid, variant.apart[variant.row, 0], 0.0))
-    return variants, Means(saved, waits, most)
-
-
-def _each_inside(step: RankStep, role: Role, variants: list[_Variant]) -> Iterator[_Inside]:
-    """Every moment inside a block, of every way of splitting and recomputing it."""
-    merges = merges_at_once(step, role)
-    for variant in variants:
-        for kind, activations in enumerate(variant.kinds):
-            rows = (variant.row == kind) & variant.valid
-            for moment in activations.moments:
-                fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
-                yield _Inside(moment.name, rows, moment.token_bytes, fresh)
-
-
-def _worst_inside(step: RankStep, merges: NDArray[np.bool_], variants: list[_Variant]) -> _Inside:
-    """The largest moment inside a block, row by row; where gradients merge, only the last made counts."""
-    token_bytes: Floats | float = 0.0
-    fresh: Floats | float = 0.0
-    most: Floats | float = -1.0
-    for variant in variants:
-        for moment in range(variant.moments.shape[1]):
-            tokens, made, alone = (variant.moments[:, moment, part][variant.row] for part in range(3))
-            made = np.where(merges, alone, made)
-            total = step.tokens * tokens + made
-            larger = (total > most) & variant.valid
-            token_bytes, fresh = np.where(larger, tokens, token_bytes), np.where(larger, made, fresh)
-            most = np.where(larger, total, most)
-    return _Inside("backward", np.ones_like(step.table.pp, dtype=bool), token_bytes, fresh)
-
-
-Insides = Callable[[Role], Iterable[_Inside]]
+    backward: Callable[[Role], Iterable[Inside]]
+    weights: Weights
 
 
 class _Flights(NamedTuple):
@@ -222,7 +171,7 @@ def _fullest(step: RankStep) -> _Flights:
 
 
 def _moments(
-    whole: RankStep, roles: Iterable[Role], insides: Insides, flights: Sequence[_Flights]
+    whole: RankStep, roles: Iterable[Role], insides: _Insides, flights: Sequence[_Flights]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     piped = bool((whole.table.pp > 1).all())
     for role in roles:
@@ -232,28 +181,34 @@ def _moments(
         parts = (
             _in_a_pipeline(step, role, insides, flights)
             if piped
-            else _alone(forward, step, role, insides(role))
+            else _alone(forward, step, role, insides.backward(role))
         )
         yield from ((f"{role.name}: {name}", role.valid & rows, held) for name, rows, held in parts)
 
 
 def _in_a_pipeline(
-    whole: RankStep, role: Role, insides: Insides, flights: Sequence[_Flights]
+    whole: RankStep, role: Role, insides: _Insides, flights: Sequence[_Flights]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """Parameters and gradients are whole all the time, so that the highest moment is where a microbatch has
     most: at the head, or in the last block; or where the reductions begin. Past a block nothing is reduced:
     less is held than in it."""
     every = np.ones_like(whole.table.pp, dtype=bool)
+    at_once = whole.apart == 0
     for at_head, flight, apart in flights:
         step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
-        yield f"{at_head.name}, head backward", every, _with_logits(step, _head_backward(step, role))
+        yield f"{at_head.name}, head backward", at_once, _with_logits(step, _head_backward(step, role))
         step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
-        for moment in insides(role):
-            held = _in_block(step, role, step.layers - 1, moment)
-            yield f"{flight.name}, last layer, {moment.name}", moment.valid, _with_logits(step, held)
+        rows = at_once | (whole.embedding.gathered > 0)
+        for moment in insides.backward(role):
+            held = beside_two_passes(step, _in_block(step, role, step.layers - 1, moment))
+            yield f"{flight.name}, last layer, {moment.name}", moment.valid & rows, _with_logits(step, held)
         step, role = replace(whole, flight=apart), role._replace(older=apart.past > 0)
-        for name, rows, held in moments_apart(step, role):
+        for name, rows, held in moments_apart(step, role, insides.weights):
             yield f"{apart.name}, {name}", rows, held
+    for number, (flight, waiting) in enumerate(whole.tails):
+        step, role = replace(whole, flight=flight), role._replace(older=every)
+        for name, rows, held in moments_of_tail(step, role, insides.weights, waiting, begun=number > 0):
+            yield f"{flight.name}, {name}", rows, held
     yield "first gradients reduced", every, _schedule_through(whole, role)
 
 
@@ -263,7 +218,7 @@ def _with_logits(step: RankStep, held: Held) -> Held:
 
 
 def _alone(
-    forward: RankStep, step: RankStep, role: Role, inside: Iterable[_Inside]
+    forward: RankStep, step: RankStep, role: Role, inside: Iterable[Inside]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """The moments of a rank that holds all layers, ``forward`` before there is a loss."""
     every, stage3 = np.ones_like(step.table.pp, dtype=bool), step.table.zero_stage == 3
@@ -345,7 +300,7 @@ def _head_reduced(step: RankStep, role: Role) -> Held:
     return Held(reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered)
 
 
-def _in_block(step: RankStep, role: Role, layer: Floats, moment: _Inside) -> Held:
+def _in_block(step: RankStep, role: Role, layer: Floats, moment: Inside) -> Held:
     still = Open(layer + 1, step.tied)
     after_head = 0.0 if step.tied else step.head.reduce_input
     previous = np.where(layer == step.layers - 1, after_head, rest_of_block(step).reduce_input)

@@ -44,14 +44,17 @@ class Moment(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """A backward pass that makes the gradients of inputs alone [B for each token].
+    """Backward passes that make the gradients of inputs and those of weights apart [B for each token].
 
-    ``most``: of the block's own tensors at its worst moment. ``waits``: gradients of outputs that are left
-    for the weights' pass, besides what is saved.
+    ``most``: of the block's own tensors at the worst moment of the pass for inputs. ``waits``: gradients of
+    outputs that it leaves for the pass for weights, besides what is saved. ``weights``: moments of that one.
+    ``left``: what no weight needs, which stays until the pass has been through all blocks.
     """
 
     most: float
     waits: float
+    left: float
+    weights: tuple[Moment, ...]
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,10 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
     output = next(iter(ops[-1].makes))
     backward = _backward(ops, sizes, needed, output)
     after = backward if again == needed else _backward(ops, sizes, again, output)
-    whole = BlockActivations(_kept(sizes, needed), backward, _apart(ops, sizes, needed, output, stays=True))
-    found: dict[Recompute, BlockActivations] = {"none": whole}
-    apart = _apart(ops, sizes, again, output, stays=False)
+    apart = _apart(steps, sizes, needed, needed, output)
+    found: dict[Recompute, BlockActivations] = {
+        "none": BlockActivations(_kept(sizes, needed), backward, apart)
+    }
     recomputed: tuple[tuple[Recompute, set[str]], ...]
     recomputed = (("selective", stays | set(source)), ("full", set(source)))
     for kind, saved in recomputed:
@@ -112,6 +116,7 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
         tape = _Tape(dict(kept) | {"grad": sizes[output]})
         _recompute(tape, steps, again)
         largest = sorted(tape.moments, key=lambda moment: -moment.token_bytes)[:1]  # no gradients yet
+        apart = _apart(steps, sizes, again, saved, output)
         most = max([apart.most, *(moment.token_bytes for moment in largest)])
         found[kind] = BlockActivations(kept, _worst([*largest, *after]), apart._replace(most=most))
     return found
@@ -147,16 +152,51 @@ def _backward(
 
 
 def _apart(
-    ops: Sequence[Op], sizes: Mapping[str, float], saved: set[str], output: str, *, stays: bool
+    steps: Sequence[Step], sizes: Mapping[str, float], needed: set[str], saved: set[str], output: str
 ) -> Apart:
-    """The same for inputs alone: a graph that waits for its second pass frees nothing that ``stays``, and the
-    gradient of the output of each operation with weights is kept."""
+    """The gradients of inputs alone, then those of weights. A graph that waits for its second pass frees
+    nothing that is ``saved``, and keeps the gradient of the output of each operation with weights; what is
+    ``needed`` besides is made again in each pass."""
+    ops = [op for step in steps for op in step]
     inputs = [op._replace(gradient=0.0) for op in ops]
     trained = {name for op in ops if op.gradient for name in op.makes}
-    tape, held = _played_back(inputs, sizes, saved, output, trained, stays=stays)
+    tape, held = _played_back(inputs, sizes, needed, output, trained, stays=saved)
     last = set(held.buffer.values())
-    waits = sum(size for name, size in tape.live.items() if name not in saved and name not in last)
-    return Apart(max(moment.token_bytes for moment in tape.moments), waits)
+    waits = {name: size for name, size in tape.live.items() if name not in needed | saved | last}
+    weights = _Tape(_kept(sizes, saved) | waits)
+    if saved != needed:
+        _recompute(weights, steps, needed | set(waits))
+    _weights(weights, ops, sizes, held.left, stays=saved if saved != needed else set())
+    return Apart(
+        max(moment.token_bytes for moment in tape.moments),
+        sum(waits.values()),
+        sum(weights.live.values()),
+        _worst(weights.moments),
+    )
+
+
+def _weights(
+    tape: _Tape,
+    ops: Sequence[Op],
+    sizes: Mapping[str, float],
+    left: Mapping[str, str],
+    stays: Set[str],
+) -> None:
+    """Gradients of weights, in the order of a block's parameters, norms last; ``left``: the buffer of each
+    output's gradient. What a weight needed goes with the last that does, unless it ``stays`` or an operation
+    without weights has kept it as well: that one is not run and lets go of nothing. A norm makes its input's
+    gradient again.
+    """
+    order = sorted((op for op in ops if op.gradient), key=lambda op: "norm" in op.name)
+    for place, op in enumerate(order):
+        normed = op.reads[0] if "norm" in op.name else None
+        tape.make(f"{op.name} weights", {}, sizes[normed] if normed else 0.0, op.gradient)
+        rest = [other for other in ops if other not in order[: place + 1]]
+        kept = {name for other in rest for name in other.keeps}
+        waiting = {left[name] for other in rest if other.gradient for name in other.makes if name in left}
+        done = {name for name in op.keeps if name not in kept | stays}
+        done |= {left[name] for name in op.makes if name in left} - waiting
+        tape.free(*(name for name in done if name in tape.live))
 
 
 def _played_back(
@@ -166,10 +206,11 @@ def _played_back(
     output: str,
     waiting: Set[str] = frozenset(),
     *,
-    stays: bool = False,
+    stays: Set[str] = frozenset(),
 ) -> tuple["_Tape", "_Gradients"]:
-    """The tape at the end of a backward pass; the gradients of ``waiting`` tensors are kept."""
-    tape = _Tape(_kept(sizes, saved) | {"grad": sizes[output]})
+    """The tape at the end of a backward pass; the gradients of ``waiting`` tensors are kept, and saved ones
+    that ``stays`` names."""
+    tape = _Tape(_kept(sizes, saved | stays) | {"grad": sizes[output]})
     keeper: dict[str, Op] = {}
     for op in ops:
         for name in op.keeps:
@@ -181,7 +222,7 @@ def _played_back(
             continue
         held.make(op)
         done = (name for name in dict.fromkeys(op.keeps) if keeper[name] is op and name in tape.live)
-        tape.free(*(() if stays else done))
+        tape.free(*(name for name in done if name not in stays))
     return tape, held
 
 
@@ -194,6 +235,8 @@ class _Gradients:
     buffer: dict[str, str]
     waiting: Set[str] = frozenset()  # tensors whose gradients are kept to the end
     kept: set[str] = field(default_factory=set)  # their buffers
+    left: dict[str, str] = field(default_factory=dict)  # the buffer of each of them
+    sums: set[str] = field(default_factory=lambda: {"grad"})  # buffers that are no view of another tensor
 
     def share(self, total: str, parts: tuple[str, ...]) -> None:
         """The gradient of a sum is that of each summand."""
@@ -202,10 +245,14 @@ class _Gradients:
         self.buffer |= dict.fromkeys(parts, shared)
 
     def make(self, op: Op) -> None:
-        """Backward of ``op``; a second gradient of one tensor is added to the first, in place if nothing else
-        shares it (torch/csrc/autograd/input_buffer.cpp)."""
+        """Backward of ``op``; a second gradient of one tensor is added to the first, in place if that is a
+        sum already and nothing else shares it: products and norms hand on a view of what they make, whose
+        base counts as another (torch/csrc/autograd/input_buffer.cpp)."""
         again = [name for name in op.reads if name in self.buffer]
-        self.kept |= {self.buffer[name] for name in op.makes if name in self.buffer and name in self.waiting}
+        self.left |= {
+            name: self.buffer[name] for name in op.makes if name in self.buffer and name in self.waiting
+        }
+        self.kept |= set(self.left.values())
         fresh = {name: f"d_{name}_too" if name in again else f"d_{name}" for name in op.reads}
         self.tape.make(
             f"{op.name} backward",
@@ -215,9 +262,15 @@ class _Gradients:
         )
         self._release(op.makes)
         for name in again:
-            if list(self.buffer.values()).count(self.buffer[name]) > 1 or self.buffer[name] in self.kept:
-                self.tape.make(f"{op.name} backward", {f"d_{name}": self.sizes[name]}, 0.0)
-                self.buffer[name] = f"d_{name}"
+            before = self.buffer[name]
+            shared = list(self.buffer.values()).count(before) > 1 or before in self.kept
+            if shared or before not in self.sums:
+                total = f"{before}_sum"
+                self.tape.make(f"{op.name} backward", {total: self.sizes[name]}, 0.0)
+                self.buffer[name] = total
+                self.sums.add(total)
+                if not shared:
+                    self.tape.free(before)
             self.tape.free(fresh[name])
         self.buffer = {name: buffer for name, buffer in fresh.items() if name not in again} | self.buffer
 

@@ -80,7 +80,8 @@ def parallel_model(
         apply_balance(stage, job.router_aux_weight, job.global_batch, sequence_groups(layout, mesh))
         if job.precision == "fp8":
             apply_fp8(stage)
-        apply_recompute(stage, layout.recompute, layout.kept, every=layout.recompute_every, passes=passes)
+        own = 1 if part.first else passes  # the first stage makes all its gradients in one
+        apply_recompute(stage, layout.recompute, layout.kept, every=layout.recompute_every, passes=own)
         if "activations" in layout.offload:
             apply_activation_offload(stage.decoder.layers.values())
         if compile_backend is not None:

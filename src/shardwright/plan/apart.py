@@ -15,7 +15,6 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, post_backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,41 +28,34 @@ Weights = Callable[[NDArray[np.bool_]], Iterable[Inside]]
 
 
 def moments_apart(
-    step: RankStep, role: Role, weights: Weights
+    step: RankStep, role: Role, weights: Weights, *, begins: bool
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
-    """Passes of a turn, at their begin and end; none in rows without such passes.
+    """The last passes of a turn, or the first where it ``begins``; none in rows without such passes.
 
     Passes for weights are late by some of the turn before in the first pass, of the same in the last.
     """
-    apart = step.apart > 0
-    if not apart.any():
-        return
     late = np.maximum(step.apart * step.stages - 1, 0.0)
-    gathered = _state(step, role)
-    of_head = step.tokens * (step.residual + 2 * step.normed + step.rstd)
-    of_logits = np.where(step.table.loss_chunks == 1, step.tokens * step.vocab, 0.0)
-    activations = _inputs(step, late)
-    for turn, place in product(("last", "first"), activations):
-        begins = turn == "first"
-        rows = apart & (step.stages > 1) & (late > 0) if begins else apart
-        if rows.any():
-            heads = np.where(step.vocab > 0, late if begins else late + 1, 0.0)
-            fresh = _left(step, late, begins=begins, ends=place == "first")
-            held = _held(step, activations[place] + heads * of_head, heads * of_logits, gathered + fresh)
-            yield f"gradients of inputs, {turn} of a turn, {place} layer", rows, held
-    for turn in ("last", "first"):
-        begins = turn == "first"
-        rows = apart & (step.stages > 1) & (late > 0) if begins else apart
-        if not rows.any():
-            continue
-        heads = np.where(step.vocab > 0, late + (not begins), 0.0)
-        before = left_by_others(step) + np.where(begins, step.head.fresh, 0.0)  # of the stage before: its own
-        there = gathered + np.where(step.flight.past > 0, before, 0.0)
-        for name, valid, held in _weights(step, late, weights, there, merges=begins):
-            with_head = held._replace(
-                activations=held.activations + heads * of_head, logits=held.logits + heads * of_logits
-            )
-            yield f"gradients of weights, {turn} of a turn, {name}", rows & valid, with_head
+    rows = (step.apart > 0) & ((step.stages > 1) & (late > 0) if begins else ends_a_turn(step))
+    if not rows.any():
+        return
+    name, gathered = f"{'first' if begins else 'last'} of a turn", _state(step, role)
+    heads = np.where(step.vocab > 0, late if begins else late + 1, 0.0)
+    of_head = heads * step.tokens * (step.residual + 2 * step.normed + step.rstd)
+    of_logits = heads * np.where(step.table.loss_chunks == 1, step.tokens * step.vocab, 0.0)
+    for place, activations in _inputs(step, late).items():
+        fresh = _left(step, late, begins=begins, ends=place == "first")
+        held = _held(step, activations + of_head, of_logits, gathered + fresh)
+        yield f"gradients of inputs, {name}, {place} layer", rows, held
+    before = left_by_others(step) + (step.head.fresh if begins else 0.0)  # where it begins: the one before's
+    there = gathered + np.where(step.flight.past > 0, before, 0.0)
+    for moment, valid, held in _weights(step, late, weights, there, merges=begins):
+        held = held._replace(activations=held.activations + of_head, logits=held.logits + of_logits)
+        yield f"gradients of weights, {name}, {moment}", rows & valid, held
+
+
+def ends_a_turn(step: RankStep) -> NDArray[np.bool_]:
+    """Rows where as many are in flight at the end of a turn as are at the point looked at."""
+    return np.asarray((step.settled > 0) | (step.flight.past < 1) | (step.stages == 1))
 
 
 def moments_of_tail(
@@ -96,7 +88,7 @@ def _held(step: RankStep, activations: Floats, logits: Floats, gathered: Floats)
 def _waiting(step: RankStep, late: Floats) -> Floats:
     """Gradients that passes for weights will need of ``late`` stages, that of a stage's input with them."""
     blocks = step.layers / step.stages
-    return np.asarray(late * step.tokens * (blocks * step.waits + step.residual))
+    return np.asarray(late * step.tokens * (blocks * step.waits + step.own_inputs * step.residual))
 
 
 def _inputs(step: RankStep, late: Floats) -> dict[str, Floats]:
@@ -112,7 +104,7 @@ def _weights(
     """A pass for weights in its first and its last layer; ``merges``: into gradients that are there as they
     were made."""
     blocks = step.layers / step.stages
-    kept = step.kept(step.layers) + _waiting(step, late) + step.tokens * step.residual
+    kept = step.kept(step.layers) + _waiting(step, late) + step.tokens * step.own_inputs * step.residual
     none = np.zeros_like(step.layers)
     first = kept + (blocks - 1) * step.tokens * step.waits
     last = kept + (blocks - 1) * (step.tokens * step.left - step.saved)

@@ -26,6 +26,8 @@ class FlightPoints(NamedTuple):
 
     ``reducing``: the gradients of the first chunk that is through are reduced. ``pending``: of these, those
     of which only the gradients of weights are to come. ``reduced``: share of the chunks with gradients then.
+
+    ``turn``: stages whose input is the output of another on the rank, where a V turns.
     """
 
     first: Floats
@@ -39,10 +41,14 @@ class FlightPoints(NamedTuple):
     tail_held: Floats
     tail: Floats
     settled: Floats
+    turn: Floats
 
 
 TWO_PASSES = ("InterleavedZeroBubble", "ZB-H1", "ZB-H2", "ZBVZeroBubble", "DualPipeV", "DualPipe")
 """Schedules that make some gradients of inputs and of weights apart."""
+
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose two middle stages are on one rank."""
 
 
 def flight_points(
@@ -87,7 +93,8 @@ def flight_points(
     tail = _tail(schedule, r) + 0.0 * first
     held = np.where(tail > 0, p - 1 - r + tail, 0.0)
     points = (first, second, steady, heads, apart, reducing, pending, reduced, held, tail)
-    return np.stack(np.broadcast_arrays(*(point / v for point in points), settled))
+    turn = np.where(r == p - 1, 1.0, 0.0) if schedule in V_SHAPED else 0.0 * r
+    return np.stack(np.broadcast_arrays(*(point / v for point in points), settled, turn))
 
 
 def _passes_apart(schedule: str, held: Floats, rank: Floats) -> Floats:

@@ -41,7 +41,7 @@ NOTHING_ELSE = Flight("alone", np.zeros(1), np.zeros(1), np.zeros(1))
 def flights(stage: Stage, kept: Kept) -> list[Flight]:
     """The points of a rank that may be its fullest, ``first``, ``second`` and ``steady`` of ``FlightPoints``;
     those left out that hold less than another in every row."""
-    outputs = (stage.stages - stage.head) * kept.output
+    outputs = _outputs(stage, kept)
     first, second, steady, heads, *_ = stage.flight
     if (stage.stages == 1).all() and (steady == first).all():
         return [
@@ -70,6 +70,11 @@ def flights(stage: Stage, kept: Kept) -> list[Flight]:
     ]
 
 
+def _outputs(stage: Stage, kept: Kept) -> Floats:
+    """Of one microbatch, what stages of the rank hand on, but for what is another's input there."""
+    return (stage.stages - stage.head - stage.flight.turn) * kept.output
+
+
 def _held(flight: Flight, gradients: Floats) -> Floats:
     return np.asarray(flight.others + flight.logits + flight.past * gradients)
 
@@ -95,7 +100,7 @@ def tails(stage: Stage, kept: Kept) -> list[tuple[Flight, Floats]]:
     held, waiting, each = stage.flight.tail_held, stage.flight.tail, 1 / stage.stages
     if not waiting.any():
         return []
-    outputs = (stage.stages - stage.head) * kept.output
+    outputs = _outputs(stage, kept)
     found = []
     nothing_else = (waiting == held) & (waiting > each)
     for name, count, left in (
@@ -109,5 +114,5 @@ def tails(stage: Stage, kept: Kept) -> list[tuple[Flight, Floats]]:
 
 def remaining(stage: Stage, kept: Kept) -> Floats:
     """Bytes of the microbatches in flight when the gradients of a rank's first chunk are reduced."""
-    outputs = (stage.stages - stage.head) * kept.output
+    outputs = _outputs(stage, kept)
     return np.asarray(stage.flight.reducing * (kept.blocks + outputs) + stage.flight.pending * kept.waits)

@@ -117,6 +117,7 @@ class RankStep:
     settled: Floats  # passes for inputs find gradients of their block in both types
     waits: Floats  # gradients of outputs that a block leaves then, for each token
     left: Floats  # what a pass for weights leaves of a block, for each token
+    own_inputs: Floats  # share of its stages whose input is not another's output here
     ids: Floats  # token ids and targets of a step
     tables: Floats  # rotary, one pair for all layers of a stage
     residual: Floats  # bytes of one vector of the residual stream
@@ -316,7 +317,7 @@ def rank_step(
         output=residual * tokens,
         head=(residual + normed + rstd) * tokens,
         logits=np.where(table.loss_chunks == 1, vocab * tokens, 0.0),
-        waits=(stage.blocks * means.waits + stage.stages * residual) * tokens,
+        waits=(stage.blocks * means.waits + (stage.stages - stage.flight.turn) * residual) * tokens,
         gradients=stage.blocks * mean.whole,
         slack=stage.head * (units[HEAD].whole + units[HEAD].fresh) + stage.blocks * mean.fresh,
     )
@@ -345,6 +346,7 @@ def rank_step(
         settled=stage.flight.settled,
         waits=means.waits,
         left=means.left,
+        own_inputs=1 - stage.flight.turn / stage.stages,
         ids=token_bytes(job) * tokens * table.microbatches,
         tables=tables,
         residual=residual,

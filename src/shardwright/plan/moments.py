@@ -16,6 +16,7 @@ from shardwright.plan.activations import Kind
 from shardwright.plan.apart import (
     Weights,
     beside_two_passes,
+    ends_a_turn,
     left_by_others,
     moments_apart,
     moments_of_tail,
@@ -67,7 +68,7 @@ def timeline(
     kinds, units = model_blocks(model, job, table), unit_amounts(model, job, table)
     variants, means = variants_of(table, kinds, stage)
     step = rank_step(model, job, table, units, means, stage)
-    every = [_Flights(flight, flight, flight) for flight in step.flights]
+    every = [_Flights(flight, flight, flight, flight) for flight in step.flights]
     flights = every if every_flight else [_fullest(step)]
     insides = _Insides(
         lambda role: each_inside(merges_at_once(step, role), variants),
@@ -152,22 +153,32 @@ class _Insides(NamedTuple):
 
 
 class _Flights(NamedTuple):
-    """The flight with most at a head's backward pass, inside a block, and in a pass for inputs alone."""
+    """The flight with most at a head's backward pass, inside a block, and where a turn of passes apart ends
+    or begins."""
 
     at_head: Flight
     in_block: Flight
-    apart: Flight
+    ending: Flight
+    beginning: Flight
 
 
 def _fullest(step: RankStep) -> _Flights:
     if len(step.flights) == 1:
         (only,) = step.flights
-        return _Flights(only, only, only)
+        return _Flights(only, only, only, only)
     gradients = step.layers * step.mean.whole
-    in_block = apart = fullest(step.flights, gradients)
-    if (step.apart > 0).any() and not step.merges:
-        apart = fullest(step.flights, gradients, step.layers * step.mean.fresh + step.head.fresh)
-    return _Flights(fullest(step.flights, gradients, step.head.whole), in_block, apart)
+    in_block = ending = beginning = fullest(step.flights, gradients)
+    if (step.apart > 0).any():
+        left = 0.0 if step.merges else step.layers * step.mean.fresh + step.head.fresh
+        beginning = fullest(step.flights, gradients, left)
+        ending = fullest([_at_end(step, flight) for flight in step.flights], gradients, left)
+    return _Flights(fullest(step.flights, gradients, step.head.whole), in_block, ending, beginning)
+
+
+def _at_end(step: RankStep, flight: Flight) -> Flight:
+    """The flight where it may end a turn, else nothing."""
+    ends = ends_a_turn(replace(step, flight=flight))
+    return flight if ends.all() else flight._replace(others=np.where(ends, flight.others, -np.inf))
 
 
 def _moments(
@@ -194,7 +205,7 @@ def _in_a_pipeline(
     less is held than in it."""
     every = np.ones_like(whole.table.pp, dtype=bool)
     at_once = whole.apart == 0
-    for at_head, flight, apart in flights:
+    for at_head, flight, ending, beginning in flights:
         step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
         yield f"{at_head.name}, head backward", at_once, _with_logits(step, _head_backward(step, role))
         step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
@@ -202,9 +213,10 @@ def _in_a_pipeline(
         for moment in insides.backward(role):
             held = beside_two_passes(step, _in_block(step, role, step.layers - 1, moment))
             yield f"{flight.name}, last layer, {moment.name}", moment.valid & rows, _with_logits(step, held)
-        step, role = replace(whole, flight=apart), role._replace(older=apart.past > 0)
-        for name, rows, held in moments_apart(step, role, insides.weights):
-            yield f"{apart.name}, {name}", rows, held
+        for point, begins in ((ending, False), (beginning, True)):
+            step, role = replace(whole, flight=point), role._replace(older=point.past > 0)
+            for name, rows, held in moments_apart(step, role, insides.weights, begins=begins):
+                yield f"{point.name}, {name}", rows, held
     for number, (flight, waiting) in enumerate(whole.tails):
         step, role = replace(whole, flight=flight), role._replace(older=every)
         for name, rows, held in moments_of_tail(step, role, insides.weights, waiting, begun=number > 0):

@@ -1,6 +1,7 @@
 """Offload: state on the host and saved tensors on the host change nothing but where they are."""
 
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from gloo import BASE, RaggedBatches, job_of, layout_of, parallel_steps, relativ
 from sharded import WAYS, as_arrays, groups_of, plain_module, plain_steps, set_gradients, worst_part
 from torch import nn
 
-from shardwright.run.activation_offload import _Saved, apply_activation_offload
+from shardwright.run.activation_offload import Copier, _Saved, apply_activation_offload
 from shardwright.run.launch import run_ranks
 from shardwright.run.offload import OffloadedOptimizer
 
@@ -119,6 +120,42 @@ def test_saved_tensors_come_back_as_they_were(monkeypatch):
     assert {tuple(saved.host.shape) for saved in moved} == {(4, 6)}  # neither weights nor the table
     # the input, which two operations save, and the sigmoid, once each: 2 microbatches, 3 blocks
     assert len(set(moved)) == 2 * 3 * 2
+
+
+class Tables(NamedTuple):
+    table: torch.Tensor
+
+
+def test_a_tensor_saved_in_two_shapes_moves_once():
+    """Each of two operations has its own shape of one tensor; what comes back is equal."""
+    held = torch.randn(2, 3, 4, dtype=torch.float64).transpose(0, 1)
+    call = Copier().begin(0)
+    first, second = call.pack(held), call.pack(held.transpose(0, 1).reshape(6, 4))
+    part = call.pack(held[:, :1])
+    assert isinstance(first, _Saved)
+    assert second.saved is first
+    assert isinstance(part, _Saved)
+    assert first.take().equal(held)
+    assert second.take().equal(held.transpose(0, 1).reshape(6, 4))
+    assert part.take().equal(held[:, :1])
+
+
+class Scaled(nn.Module):
+    """A block that saves a table it is given in a tuple, and what it makes."""
+
+    def forward(self, x, tables):
+        return (x * tables.table).sigmoid()
+
+
+def test_tables_in_a_tuple_stay(monkeypatch):
+    moved = []
+    down = Copier.down
+    monkeypatch.setattr(Copier, "down", lambda self, source: moved.append(source.shape) or down(self, source))
+    blocks = nn.ModuleList([Scaled()])
+    apply_activation_offload(blocks)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    blocks[0](x, Tables(torch.randn(6, dtype=torch.float64)))
+    assert moved == [(4, 6)]  # the sigmoid
 
 
 def test_nothing_is_held_after_backward():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from shardwright.plan.holdings import OFFLOADED_BLOCKS
 from shardwright.run.shards import local
@@ -39,7 +40,7 @@ def _offloading(
         return forward(*args, **kwargs)
     copier.wait_for_room()
     call = copier.begin(number)
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.requires_grad]
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad]
     call.keep([*block.parameters(), *given])
     with saved_tensors_hooks(call.pack, call.unpack):
         found = forward(*args, **kwargs)
@@ -130,6 +131,17 @@ class _Saved:
         return found if self.spec is None else DTensor(found, self.spec, requires_grad=False)
 
 
+class _View:
+    """Another shape of a saved tensor: the same numbers in the same place."""
+
+    def __init__(self, saved: _Saved, tensor: Tensor) -> None:
+        self.saved, self.size, self.stride = saved, tensor.shape, tensor.stride()
+
+    def take(self) -> Tensor:
+        """The view of the tensor on the device."""
+        return self.saved.take().as_strided(self.size, self.stride)
+
+
 class _Call:
     """One forward pass of one block: what it saved, and the block before it, which backward reaches next.
 
@@ -154,20 +166,25 @@ class _Call:
         """The forward pass is over: nothing more is packed."""
         self._kept, self._sources = set(), {}
 
-    def pack(self, tensor: Tensor) -> "_Saved | Tensor":
-        """What autograd holds instead of ``tensor``; the same for one that several operations save."""
+    def pack(self, tensor: Tensor) -> "_Saved | _View | Tensor":
+        """What autograd holds instead of ``tensor``; the same for one that several operations save, if in
+        another shape (attention's output, which the matrix behind it reads by rows)."""
         if _storage(tensor) in self._kept:
             return tensor
         part = local(tensor)
-        key = (_storage(tensor), part.storage_offset(), part.shape, part.stride(), part.dtype, part._version)
+        whole = part is tensor and _without_gaps(part)
+        shape = () if whole else (part.shape, part.stride())
+        place = (part.storage_offset(), part.numel(), *shape)
+        key = (_storage(tensor), *place, part.dtype, part._version)
         if key in self._sources and not self._sources[key][0].expired():  # not a new tensor at an old address
-            return self._sources[key][1]
+            saved = self._sources[key][1]
+            return _View(saved, part) if whole else saved
         saved = _Saved(self.copier, tensor)
         self._saved.add(saved)
         self._sources[key] = (StorageWeakRef(part.untyped_storage()), saved)
         return saved
 
-    def unpack(self, held: "_Saved | Tensor") -> Tensor:
+    def unpack(self, held: "_Saved | _View | Tensor") -> Tensor:
         """The saved tensor; the first of a block starts the copies of the block that backward needs next."""
         if not self._reached:
             self._reached = True
@@ -175,7 +192,7 @@ class _Call:
             before = self._before() if self._before is not None else None
             if before is not None:
                 before.fetch()
-        return held.take() if isinstance(held, _Saved) else held
+        return held if isinstance(held, Tensor) else held.take()
 
     def fetch(self) -> None:
         """Start the copies up, after the device is done with the block that backward has left."""
@@ -184,6 +201,17 @@ class _Call:
                 torch.cuda.current_stream(device).synchronize()
         for saved in self._saved:
             saved.fetch()
+
+
+def _without_gaps(tensor: Tensor) -> bool:
+    """Whether its numbers lie side by side, in whatever order of dimensions: a copy has them in the same."""
+    dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    expected = 1
+    for step, size in dims:
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _storage(tensor: Tensor) -> int:

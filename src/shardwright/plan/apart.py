@@ -23,8 +23,8 @@ from shardwright.plan.holdings import Held, Open, RankStep, Role, gathered_param
 from shardwright.plan.inside import Inside
 from shardwright.plan.table import Floats
 
-Weights = Callable[[NDArray[np.bool_]], Iterable[Inside]]
-"""Moments of a block's pass for weights; given the rows whose gradients are added to older ones at once."""
+Weights = Callable[[bool], Iterable[Inside]]
+"""Moments of a block's pass for weights; given whether its gradients are added to older ones at once."""
 
 
 def moments_apart(
@@ -109,8 +109,7 @@ def _weights(
     first = kept + (blocks - 1) * step.tokens * step.waits
     last = kept + (blocks - 1) * (step.tokens * step.left - step.saved)
     made = 0.0 if step.merges or merges else (blocks - 1) * step.mean.fresh
-    merging = np.full_like(step.table.pp, step.merges or merges, dtype=bool)
-    for moment in weights(merging):
+    for moment in weights(step.merges or merges):
         for place, activations, before in (("first", first, 0.0), ("last", last, made)):
             held = _held(
                 step, activations + step.tokens * moment.token_bytes, none, gathered + before + moment.fresh
@@ -119,18 +118,14 @@ def _weights(
 
 
 def beside_two_passes(step: RankStep, held: Held) -> Held:
-    """What is held in a block's pass for all gradients, and what two passes leave beside it: in the first
-    stage's, gradients of weights as they were made, of the rank's other stages. Where no stage of the rank
-    has a turn (DualPipeV), the last stage has its forward pass before the first one's backward pass.
+    """What is held in the first stage's pass for all gradients, and what two passes leave beside it: weights'
+    gradients as they were made, of the rank's other stages. Where most passes make all (DualPipeV), the last
+    stage has its forward pass before the first one's backward pass.
     """
-    ends = (step.embedding.gathered > 0) & (step.stages > 1)
-    if not ends.any():
-        return held
     others = step.layers * (1 - 1 / step.stages) * step.mean.fresh + step.head.fresh
-    left = ends & (step.apart > 0) & (step.flight.past > 0) & (not step.merges)
+    left = (step.apart > 0) & (step.flight.past > 0) & (not step.merges)
     gathered = held.gathered + np.where(left, others, 0.0)
-    turned = ends & (step.vocab > 0) & (step.apart == 0)
-    tokens = np.where(turned, step.tokens, 0.0)
+    tokens = np.where((step.vocab > 0) & (step.apart == 0), step.tokens, 0.0)
     logits = held.logits + np.where(step.table.loss_chunks == 1, tokens * step.vocab, 0.0)
     kept = tokens * (step.residual + step.normed + step.rstd)
     return held._replace(gathered=gathered, activations=held.activations + kept, logits=logits)

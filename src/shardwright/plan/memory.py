@@ -14,7 +14,7 @@ from shardwright.plan.accounting import accounting_row, gathered_bytes, is_train
 from shardwright.plan.communicators import communicator_bytes
 from shardwright.plan.held_units import held_units
 from shardwright.plan.holdings import Amounts, Held, amounts_of, trained_weight, unit_amounts
-from shardwright.plan.moments import PeakTerm, model_blocks, peak_terms, timeline
+from shardwright.plan.moments import PeakTerm, in_two_passes, model_blocks, peak_terms, timeline
 from shardwright.plan.params import Tensor
 from shardwright.plan.shards import (
     UnitElements,
@@ -99,8 +99,13 @@ def stage_ledger(model: ModelSpec, job: Job, device: Device, table: LayoutTable,
     allocated = parameters + optimizer + peak.total
     kinds, amounts = model_blocks(model, job, table), unit_amounts(model, job, table)
     resting = parameters + optimizer
-    terms = peak_terms(model, job, table, stage, kinds, amounts, resting, pools=has_pools(device))
-    reserved = (1 + device.allocator_margin) * highest(list(terms), table.shape)
+    pools = has_pools(device)
+    terms = [
+        term
+        for apart in (False, True)[: 1 + in_two_passes(table).all()]
+        for term in peak_terms(model, job, table, stage, kinds, amounts, resting, pools=pools, apart=apart)
+    ]
+    reserved = (1 + device.allocator_margin) * highest(terms, table.shape)
     return Ledger(
         stage=stage,
         parameters=parameters,
@@ -207,10 +212,33 @@ def reserved_terms(
 ) -> list[PeakTerm]:
     """``Ledger.reserved`` of the heaviest rank, fragments left out, as the largest of these sums [B]; of rows
     that all have a pipeline, or all have none."""
+    ranks = ranks or rank_states(model, job, device, table)
+    terms = _terms(model, job, device, table, ranks)
+    two = in_two_passes(table)
+    axes = [axis for axis, places in enumerate(two.shape) if places > 1]
+    if two.all() or (two.any() and len(axes) > 1):
+        return terms + _terms(model, job, device, table, ranks, apart=True)
+    if two.any():  # few rows have these many moments: they go in as one
+        (axis,), places = axes, np.flatnonzero(two)
+        part, of_part = table.along(axis, places), ranks.along(axis, places)
+        found = _terms(model, job, device, part, of_part, apart=True)
+        if not found:
+            return terms
+        largest = highest(found)
+        every = np.full((*largest.shape[:axis], two.size, *largest.shape[axis + 1 :]), -np.inf)
+        every[(slice(None),) * axis + (places,)] = largest
+        terms.append(PeakTerm(every, np.zeros((1,) * every.ndim)))
+    return terms
+
+
+def _terms(
+    model: ModelSpec, job: Job, device: Device, table: LayoutTable, ranks: RankStates, *, apart: bool = False
+) -> list[PeakTerm]:
     kinds = model_blocks(model, job, table)
-    stage, parameters, optimizer, amounts, _ = ranks or rank_states(model, job, device, table)
+    stage, parameters, optimizer, amounts, _ = ranks
     resting = parameters + _on_device(table, optimizer)
-    return list(peak_terms(model, job, table, stage, kinds, amounts, resting, pools=has_pools(device)))
+    pools = has_pools(device)
+    return list(peak_terms(model, job, table, stage, kinds, amounts, resting, pools=pools, apart=apart))
 
 
 def _on_device(table: LayoutTable, optimizer: Floats) -> Floats:

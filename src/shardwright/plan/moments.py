@@ -5,12 +5,14 @@ check/ compares every number with an executed step.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.job import Job
+from shardwright.layout import SCHEDULE_NAMES
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import Kind
 from shardwright.plan.apart import (
@@ -21,6 +23,7 @@ from shardwright.plan.apart import (
     moments_apart,
     moments_of_tail,
 )
+from shardwright.plan.flight_points import TWO_PASSES
 from shardwright.plan.flights import Flight, fullest
 from shardwright.plan.holdings import (
     Amounts,
@@ -72,9 +75,16 @@ def timeline(
     flights = every if every_flight else [_fullest(step)]
     insides = _Insides(
         lambda role: each_inside(merges_at_once(step, role), variants),
-        lambda merges: each_weights(merges, variants),
+        lambda merges: each_weights(np.full((1,) * table.pp.ndim, merges), variants),
     )
     yield from _moments(step, roles_of(table), insides, flights)
+    if in_two_passes(table).all():
+        yield from _moments(step, roles_of(table), insides, flights, apart=True)
+
+
+def in_two_passes(table: LayoutTable) -> NDArray[np.bool_]:
+    """Rows whose schedule makes the gradients of inputs and of weights apart, some of them or all."""
+    return np.isin(table.schedule, [SCHEDULE_NAMES.index(name) for name in TWO_PASSES])
 
 
 class PeakTerm(NamedTuple):
@@ -95,12 +105,14 @@ def peak_terms(
     resting: Floats,
     *,
     pools: bool,
+    apart: bool = False,
 ) -> Iterator[PeakTerm]:
     """The moments of ``timeline`` without their names, the moments inside a block as one; for large tables.
     Of several ranks at once, those of each.
 
     ``resting``: parameters and optimizer state of the rank, which every moment has besides. ``pools``:
-    reduced gradients have their memory at every moment, see ``pooled_gradients``.
+    reduced gradients have their memory at every moment, see ``pooled_gradients``. ``apart``: the moments of
+    rows ``in_two_passes`` alone, which are left out otherwise.
     """
     variants, means = variants_of(table, kinds, stage)
     step = rank_step(model, job, table, units, means, stage)
@@ -110,11 +122,14 @@ def peak_terms(
         merges = merges_at_once(step, role)
         return [worst_inside(step, merges, variants) if merges.any() else plain]
 
-    insides = _Insides(worst, lambda merges: [worst_weights(step, merges, variants)])
+    @cache
+    def weights(merges: bool) -> list[Inside]:
+        return [worst_weights(step, np.full((1,) * table.pp.ndim, merges), variants)]
 
+    insides = _Insides(worst, weights)
     present = [role for role in roles_of(table) if role.valid.any()]
     pool = pooled_gradients(step)
-    for name, valid, held in _moments(step, present, insides, [_fullest(step)]):
+    for name, valid, held in _moments(step, present, insides, [_fullest(step)], apart=apart):
         there = valid & stage.valid
         if name.endswith("head backward"):
             there = there & (stage.head > 0)  # elsewhere it is in the last layer's moment as well
@@ -182,7 +197,12 @@ def _at_end(step: RankStep, flight: Flight) -> Flight:
 
 
 def _moments(
-    whole: RankStep, roles: Iterable[Role], insides: _Insides, flights: Sequence[_Flights]
+    whole: RankStep,
+    roles: Iterable[Role],
+    insides: _Insides,
+    flights: Sequence[_Flights],
+    *,
+    apart: bool = False,
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     piped = bool((whole.table.pp > 1).all())
     for role in roles:
@@ -190,7 +210,7 @@ def _moments(
         forward = replace(whole, ids=whole.ids + totals)
         step = replace(forward, ids=forward.ids + 2 * whole.wide)  # the loss and the gradient it starts from
         parts = (
-            _in_a_pipeline(step, role, insides, flights)
+            (_in_two_passes if apart else _in_a_pipeline)(step, role, insides, flights)
             if piped
             else _alone(forward, step, role, insides.backward(role))
         )
@@ -205,14 +225,34 @@ def _in_a_pipeline(
     less is held than in it."""
     every = np.ones_like(whole.table.pp, dtype=bool)
     at_once = whole.apart == 0
-    for at_head, flight, ending, beginning in flights:
+    for at_head, flight, *_ in flights:
         step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
         yield f"{at_head.name}, head backward", at_once, _with_logits(step, _head_backward(step, role))
         step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
-        rows = at_once | (whole.embedding.gathered > 0)
         for moment in insides.backward(role):
+            held = _in_block(step, role, step.layers - 1, moment)
+            yield (
+                f"{flight.name}, last layer, {moment.name}",
+                moment.valid & at_once,
+                _with_logits(step, held),
+            )
+    yield "first gradients reduced", every, _schedule_through(whole, role)
+
+
+def _in_two_passes(
+    whole: RankStep, role: Role, insides: _Insides, flights: Sequence[_Flights]
+) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    """What schedules have besides that make gradients of inputs and of weights apart."""
+    every, ends = (
+        np.ones_like(whole.table.pp, dtype=bool),
+        (whole.embedding.gathered > 0) & (whole.stages > 1),
+    )
+    for _, flight, ending, beginning in flights:
+        step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
+        for moment in insides.backward(role) if ends.any() else ():
             held = beside_two_passes(step, _in_block(step, role, step.layers - 1, moment))
-            yield f"{flight.name}, last layer, {moment.name}", moment.valid & rows, _with_logits(step, held)
+            name = f"{flight.name}, last layer of the first stage, {moment.name}"
+            yield name, moment.valid & ends, _with_logits(step, held)
         for point, begins in ((ending, False), (beginning, True)):
             step, role = replace(whole, flight=point), role._replace(older=point.past > 0)
             for name, rows, held in moments_apart(step, role, insides.weights, begins=begins):
@@ -221,7 +261,6 @@ def _in_a_pipeline(
         step, role = replace(whole, flight=flight), role._replace(older=every)
         for name, rows, held in moments_of_tail(step, role, insides.weights, waiting, begun=number > 0):
             yield f"{flight.name}, {name}", rows, held
-    yield "first gradients reduced", every, _schedule_through(whole, role)
 
 
 def _with_logits(step: RankStep, held: Held) -> Held:

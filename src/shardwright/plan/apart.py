@@ -14,7 +14,7 @@ Source: torch 2.13 torch/distributed/pipelining/_backward.py, stage_backward_inp
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, post_backward.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,12 @@ Weights = Callable[[bool], Iterable[Inside]]
 
 
 def moments_apart(
-    step: RankStep, role: Role, weights: Weights, *, begins: bool
+    step: RankStep, role: Role, weights: Weights, *, begins: bool, each: bool
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """The last passes of a turn, or the first where it ``begins``; none in rows without such passes.
 
     Passes for weights are late by some of the turn before in the first pass, of the same in the last.
+    Without ``each``, the fuller of a pass's first and last layer stands for both.
     """
     late = np.maximum(step.apart * step.stages - 1, 0.0)
     rows = (step.apart > 0) & ((step.stages > 1) & (late > 0) if begins else ends_a_turn(step))
@@ -42,13 +43,13 @@ def moments_apart(
     heads = np.where(step.vocab > 0, late if begins else late + 1, 0.0)
     of_head = heads * step.tokens * (step.residual + 2 * step.normed + step.rstd)
     of_logits = heads * np.where(step.table.loss_chunks == 1, step.tokens * step.vocab, 0.0)
-    for place, activations in _inputs(step, late).items():
-        fresh = _left(step, late, begins=begins, ends=place == "first")
+    left = {place: _left(step, late, begins=begins, ends=place == "first") for place in ("last", "first")}
+    for place, activations, fresh in _either(_inputs(step, late), left, each=each):
         held = _held(step, activations + of_head, of_logits, gathered + fresh)
         yield f"gradients of inputs, {name}, {place} layer", rows, held
     before = left_by_others(step) + (step.head.fresh if begins else 0.0)  # where it begins: the one before's
     there = gathered + np.where(step.flight.past > 0, before, 0.0)
-    for moment, valid, held in _weights(step, late, weights, there, merges=begins):
+    for moment, valid, held in _weights(step, late, weights, there, merges=begins, each=each):
         held = held._replace(activations=held.activations + of_head, logits=held.logits + of_logits)
         yield f"gradients of weights, {name}, {moment}", rows & valid, held
 
@@ -59,7 +60,7 @@ def ends_a_turn(step: RankStep) -> NDArray[np.bool_]:
 
 
 def moments_of_tail(
-    step: RankStep, role: Role, weights: Weights, waiting: Floats, *, begun: bool
+    step: RankStep, role: Role, weights: Weights, waiting: Floats, *, begun: bool, each: bool
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """The last pass for inputs and the pass for weights that follows it when no forward pass is left, of
     ``waiting`` microbatches; ``begun``: the next one for weights, after another stage's."""
@@ -69,10 +70,11 @@ def moments_of_tail(
     late, gathered = np.maximum(waiting * step.stages - 1, 0.0), _state(step, role)
     if begun and not step.merges:
         gathered = gathered + step.layers / step.stages * step.mean.fresh
-    for place, activations in () if begun else _inputs(step, late).items():
+    none = {"last": np.zeros(1), "first": np.zeros(1)}
+    for place, activations, _ in () if begun else _either(_inputs(step, late), none, each=each):
         held = _held(step, activations, step.flight.logits, gathered)
         yield f"gradients of inputs, {place} layer", rows, held
-    for name, valid, held in _weights(step, late, weights, gathered, merges=False):
+    for name, valid, held in _weights(step, late, weights, gathered, merges=False, each=each):
         yield f"gradients of weights, {name}", rows & valid, held
 
 
@@ -99,33 +101,52 @@ def _inputs(step: RankStep, late: Floats) -> dict[str, Floats]:
 
 
 def _weights(
-    step: RankStep, late: Floats, weights: Weights, gathered: Floats, *, merges: bool
+    step: RankStep, late: Floats, weights: Weights, gathered: Floats, *, merges: bool, each: bool
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """A pass for weights in its first and its last layer; ``merges``: into gradients that are there as they
     were made."""
     blocks = step.layers / step.stages
     kept = step.kept(step.layers) + _waiting(step, late) + step.tokens * step.own_inputs * step.residual
     none = np.zeros_like(step.layers)
-    first = kept + (blocks - 1) * step.tokens * step.waits
-    last = kept + (blocks - 1) * (step.tokens * step.left - step.saved)
-    made = 0.0 if step.merges or merges else (blocks - 1) * step.mean.fresh
+    activations = {
+        "first": kept + (blocks - 1) * step.tokens * step.waits,
+        "last": kept + (blocks - 1) * (step.tokens * step.left - step.saved),
+    }
+    made = np.zeros(1) if step.merges or merges else (blocks - 1) * step.mean.fresh
+    places = list(_either(activations, {"first": np.zeros(1), "last": made}, each=each))
     for moment in weights(step.merges or merges):
-        for place, activations, before in (("first", first, 0.0), ("last", last, made)):
-            held = _held(
-                step, activations + step.tokens * moment.token_bytes, none, gathered + before + moment.fresh
-            )
+        for place, tokens, before in places:
+            there = tokens + step.tokens * moment.token_bytes
+            held = _held(step, there, none, gathered + before + moment.fresh)
             yield f"{place} layer, {moment.name}", moment.valid, held
 
 
-def beside_two_passes(step: RankStep, held: Held) -> Held:
+def _either(
+    activations: Mapping[str, Floats], gradients: Mapping[str, Floats], *, each: bool
+) -> Iterator[tuple[str, Floats, Floats]]:
+    """What is held at places; or, without ``each``, the larger sum as one."""
+    if each:
+        yield from ((place, held, gradients[place]) for place, held in activations.items())
+    else:
+        one, other = (held + gradients[place] for place, held in activations.items())
+        yield "fullest", np.maximum(one, other), np.zeros(1)
+
+
+def beside_two_passes(step: RankStep, ends: NDArray[np.bool_], held: Held) -> Held:
     """What is held in the first stage's pass for all gradients, and what two passes leave beside it: weights'
     gradients as they were made, of the rank's other stages. Where most passes make all (DualPipeV), the last
-    stage has its forward pass before the first one's backward pass.
+    stage has its forward pass before the first one's backward pass. ``ends``: rows whose rank has the first
+    stage and others.
     """
+    if not ends.any():
+        return held
     others = step.layers * (1 - 1 / step.stages) * step.mean.fresh + step.head.fresh
-    left = (step.apart > 0) & (step.flight.past > 0) & (not step.merges)
+    left = ends & (step.apart > 0) & (step.flight.past > 0) & (not step.merges)
     gathered = held.gathered + np.where(left, others, 0.0)
-    tokens = np.where((step.vocab > 0) & (step.apart == 0), step.tokens, 0.0)
+    turned = ends & (step.vocab > 0) & (step.apart == 0)
+    if not turned.any():
+        return held._replace(gathered=gathered)
+    tokens = np.where(turned, step.tokens, 0.0)
     logits = held.logits + np.where(step.table.loss_chunks == 1, tokens * step.vocab, 0.0)
     kept = tokens * (step.residual + step.normed + step.rstd)
     return held._replace(gathered=gathered, activations=held.activations + kept, logits=logits)

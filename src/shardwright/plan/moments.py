@@ -76,6 +76,7 @@ def timeline(
     insides = _Insides(
         lambda role: each_inside(merges_at_once(step, role), variants),
         lambda merges: each_weights(np.full((1,) * table.pp.ndim, merges), variants),
+        each=True,
     )
     yield from _moments(step, roles_of(table), insides, flights)
     if in_two_passes(table).all():
@@ -126,7 +127,7 @@ def peak_terms(
     def weights(merges: bool) -> list[Inside]:
         return [worst_weights(step, np.full((1,) * table.pp.ndim, merges), variants)]
 
-    insides = _Insides(worst, weights)
+    insides = _Insides(worst, weights, each=False)
     present = [role for role in roles_of(table) if role.valid.any()]
     pool = pooled_gradients(step)
     for name, valid, held in _moments(step, present, insides, [_fullest(step)], apart=apart):
@@ -165,6 +166,7 @@ class _Insides(NamedTuple):
 
     backward: Callable[[Role], Iterable[Inside]]
     weights: Weights
+    each: bool  # of a pass apart, its first and its last layer
 
 
 class _Flights(NamedTuple):
@@ -224,18 +226,15 @@ def _in_a_pipeline(
     most: at the head, or in the last block; or where the reductions begin. Past a block nothing is reduced:
     less is held than in it."""
     every = np.ones_like(whole.table.pp, dtype=bool)
-    at_once = whole.apart == 0
+    at_once, ends = whole.apart == 0, (whole.embedding.gathered > 0) & (whole.stages > 1)
     for at_head, flight, *_ in flights:
         step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
         yield f"{at_head.name}, head backward", at_once, _with_logits(step, _head_backward(step, role))
         step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
         for moment in insides.backward(role):
-            held = _in_block(step, role, step.layers - 1, moment)
-            yield (
-                f"{flight.name}, last layer, {moment.name}",
-                moment.valid & at_once,
-                _with_logits(step, held),
-            )
+            held = beside_two_passes(step, ends, _in_block(step, role, step.layers - 1, moment))
+            name, rows = f"{flight.name}, last layer, {moment.name}", moment.valid & (at_once | ends)
+            yield name, rows, _with_logits(step, held)
     yield "first gradients reduced", every, _schedule_through(whole, role)
 
 
@@ -243,24 +242,17 @@ def _in_two_passes(
     whole: RankStep, role: Role, insides: _Insides, flights: Sequence[_Flights]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
     """What schedules have besides that make gradients of inputs and of weights apart."""
-    every, ends = (
-        np.ones_like(whole.table.pp, dtype=bool),
-        (whole.embedding.gathered > 0) & (whole.stages > 1),
-    )
-    for _, flight, ending, beginning in flights:
-        step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
-        for moment in insides.backward(role) if ends.any() else ():
-            held = beside_two_passes(step, _in_block(step, role, step.layers - 1, moment))
-            name = f"{flight.name}, last layer of the first stage, {moment.name}"
-            yield name, moment.valid & ends, _with_logits(step, held)
+    every = np.ones_like(whole.table.pp, dtype=bool)
+    for _, _, ending, beginning in flights:
         for point, begins in ((ending, False), (beginning, True)):
             step, role = replace(whole, flight=point), role._replace(older=point.past > 0)
-            for name, rows, held in moments_apart(step, role, insides.weights, begins=begins):
-                yield f"{point.name}, {name}", rows, held
+            found = moments_apart(step, role, insides.weights, begins=begins, each=insides.each)
+            yield from ((f"{point.name}, {name}", rows, held) for name, rows, held in found)
     for number, (flight, waiting) in enumerate(whole.tails):
         step, role = replace(whole, flight=flight), role._replace(older=every)
-        for name, rows, held in moments_of_tail(step, role, insides.weights, waiting, begun=number > 0):
-            yield f"{flight.name}, {name}", rows, held
+        begun = number > 0
+        found = moments_of_tail(step, role, insides.weights, waiting, begun=begun, each=insides.each)
+        yield from ((f"{flight.name}, {name}", rows, held) for name, rows, held in found)
 
 
 def _with_logits(step: RankStep, held: Held) -> Held:

@@ -72,15 +72,14 @@ def timeline(
     variants, means = variants_of(table, kinds, stage)
     step = rank_step(model, job, table, units, means, stage)
     every = [_Flights(flight, flight, flight, flight) for flight in step.flights]
-    flights = every if every_flight else [_fullest(step)]
     insides = _Insides(
         lambda role: each_inside(merges_at_once(step, role), variants),
         lambda merges: each_weights(np.full((1,) * table.pp.ndim, merges), variants),
         each=True,
     )
-    yield from _moments(step, roles_of(table), insides, flights)
-    if in_two_passes(table).all():
-        yield from _moments(step, roles_of(table), insides, flights, apart=True)
+    for apart in (False, True)[: 1 + in_two_passes(table).all()]:
+        flights = every if every_flight else [_fullest(step, apart=apart)]
+        yield from _moments(step, roles_of(table), insides, flights, apart=apart)
 
 
 def in_two_passes(table: LayoutTable) -> NDArray[np.bool_]:
@@ -130,7 +129,7 @@ def peak_terms(
     insides = _Insides(worst, weights, each=False)
     present = [role for role in roles_of(table) if role.valid.any()]
     pool = pooled_gradients(step)
-    for name, valid, held in _moments(step, present, insides, [_fullest(step)], apart=apart):
+    for name, valid, held in _moments(step, present, insides, [_fullest(step, apart=apart)], apart=apart):
         there = valid & stage.valid
         if name.endswith("head backward"):
             there = there & (stage.head > 0)  # elsewhere it is in the last layer's moment as well
@@ -179,17 +178,19 @@ class _Flights(NamedTuple):
     beginning: Flight
 
 
-def _fullest(step: RankStep) -> _Flights:
+def _fullest(step: RankStep, *, apart: bool) -> _Flights:
+    """``apart``: the last two are asked for, else the first two."""
     if len(step.flights) == 1:
         (only,) = step.flights
         return _Flights(only, only, only, only)
     gradients = step.layers * step.mean.whole
-    in_block = ending = beginning = fullest(step.flights, gradients)
-    if (step.apart > 0).any():
-        left = 0.0 if step.merges else step.layers * step.mean.fresh + step.head.fresh
-        beginning = fullest(step.flights, gradients, left)
-        ending = fullest([_at_end(step, flight) for flight in step.flights], gradients, left)
-    return _Flights(fullest(step.flights, gradients, step.head.whole), in_block, ending, beginning)
+    if not apart:
+        in_block = fullest(step.flights, gradients)
+        return _Flights(fullest(step.flights, gradients, step.head.whole), in_block, in_block, in_block)
+    left = 0.0 if step.merges else step.layers * step.mean.fresh + step.head.fresh
+    beginning = fullest(step.flights, gradients, left)
+    ending = fullest([_at_end(step, flight) for flight in step.flights], gradients, left)
+    return _Flights(beginning, beginning, ending, beginning)
 
 
 def _at_end(step: RankStep, flight: Flight) -> Flight:

@@ -22,6 +22,34 @@ def actions(order, rank):
     return [(int(order.kind[row]), int(order.stage[row])) for row in rows]
 
 
+def tail_of(order, rank):
+    """Chunks held at the first pass for weights after the last passes of which none has come between two for
+    inputs, and of these the ones that wait for one."""
+    forward = waiting = 0
+    before, found = None, (0, 0)
+    left = sum(kind == FORWARD for kind, _ in actions(order, rank))
+    for kind, _ in actions(order, rank):
+        left -= kind == FORWARD
+        if kind == WEIGHT and not left and before == INPUT and waiting > found[1]:
+            found = (forward + waiting, waiting)
+        forward += (kind == FORWARD) - (kind in (FULL, INPUT))
+        waiting += (kind == INPUT) - (kind == WEIGHT)
+        before = kind
+    return found
+
+
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(("ranks", "times"), [(2, 2), (3, 3), (4, 2), (8, 4)])
+def test_tail_is_that_of_the_order(name, ranks, times):
+    """The first rank has made its gradients by then."""
+    order = build_order(name, ranks, 2, ranks * times)
+    for rank in range(1, ranks):
+        points = FlightPoints(*flight_points(name, ranks, 2, ranks * times, rank, 2))
+        assert tail_of(order, rank) == (points.tail_held * 2, points.tail * 2)
+        assert points.turn == (rank == ranks - 1)
+    assert not flight_points("InterleavedZeroBubble", ranks, 2, ranks * times, 1, 2)[8:10].any()
+
+
 def counted(order, rank):
     """Chunks held at most in a backward pass, by how many have gradients by then; of the fullest, those that
     have or make the gradients of their inputs; held when the first chunk is through; and passes apart."""

@@ -182,3 +182,24 @@ def test_peak_of_a_real_block(place, recompute, ffn):
     predicted, moment = predicted_peak(spec, JOB, recompute)
     assert predicted == measured
     assert moment == ("attention backward" if ffn == 8 else "SwiGLU backward")
+
+
+def test_weights_alone_free_what_they_needed_and_leave_the_rest():
+    """x, a and b are kept with the gradients of a, b and y; the gate between keeps its input, which no weight
+    needs: that stays to the end. Counted by hand."""
+    gate = (Op("gate", ("a",), {"b": 2.0}, ("a",)),)
+    steps = [matrix("first", "x", "a", 1), gate, matrix("second", "b", "y", 4)]
+    apart = played(steps, SOURCE)["none"].apart
+    assert apart.waits == 1 + 4  # gradients of a and y
+    assert [moment.token_bytes for moment in apart.weights] == [10 + 1 + 2 + 5, 1 + 2 + 4]
+    assert [moment.gradient_bytes for moment in apart.weights] == [1, 2]
+    assert apart.left == 1  # a
+
+
+def test_recomputed_blocks_make_it_again_for_the_weights():
+    """All is there again at the first gradient; the block's input stays, as what recomputes needs it."""
+    gate = (Op("gate", ("a",), {"b": 2.0}, ("a",)),)
+    steps = [matrix("first", "x", "a", 1), gate, matrix("second", "b", "y", 4)]
+    apart = played(steps, SOURCE)["full"].apart
+    assert apart.weights[0].token_bytes == 10 + 1 + 2 + 5
+    assert apart.left == 10 + 1

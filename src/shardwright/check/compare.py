@@ -303,10 +303,17 @@ def _alike(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _fullest(plan: Plan, ranks: Sequence[int]) -> int:
-    """Of pipeline ranks that hold the same, the one with most microbatches in flight."""
-    every = every_stage(table_of([plan.layout], plan.model.layers), plan.model)
-    in_flight = {rank: float(np.ravel(every[rank].in_flight)[0]) for rank in ranks}
-    return max(ranks, key=lambda rank: in_flight[rank])
+    """Of pipeline ranks that hold the same, the one with the highest peak by the ledger."""
+    if len(ranks) == 1:
+        return ranks[0]
+    table = table_of([plan.layout], plan.model.layers)
+    every = every_stage(table, plan.model)
+
+    def allocated(rank: int) -> float:
+        ledger = stage_ledger(plan.model, plan.job, plan.cluster.device, table, every[rank])
+        return float(ledger.allocated[0])
+
+    return max(ranks, key=allocated)
 
 
 def peak_host_memory() -> int | None:

@@ -193,21 +193,42 @@ def torch_batches(batches, step, layout, rank):
     return to_device(batches.microbatches(step, layout, rank), "cpu")
 
 
-def parallel_steps(spec, job, layout, batches, divide_factor=1.0, compile_backend=None):
-    """``Found`` of the plan, on each rank; runs under ``run_ranks``."""
+def stepper_of(spec, job, layout, compile_backend=None):
+    """The plan's model with its first weights, ready to step, and this rank's place among those of data."""
     mesh = build_mesh(layout, "cpu")
     model = parallel_model(spec, job, layout, mesh, compile_backend=compile_backend)
+    start(model, spec, job.seed)
+    return Stepper(model, job, layout, mesh), mesh.data.get_local_rank()
+
+
+def repeated_norms(spec, job, layout, batches):
+    """Norms of the gradients of one batch, twice from the same weights; runs under ``run_ranks``."""
+    stepper, rank = stepper_of(spec, job, layout)
+    norms = []
+    for _ in range(2):
+        stepper.backward(torch_batches(batches, 0, layout, rank))
+        norms.append(stepper.norm())
+        stepper.optimizer.zero_grad(set_to_none=True)
+    return norms
+
+
+def parallel_steps(spec, job, layout, batches, divide_factor=1.0, compile_backend=None):
+    """``Found`` of the plan, on each rank; runs under ``run_ranks``."""
+    stepper, rank = stepper_of(spec, job, layout, compile_backend)
+    model = stepper.model
     for module in sharded_modules(model) if divide_factor != 1.0 else ():
         module.set_gradient_divide_factor(divide_factor)
-    start(model, spec, job.seed)
-    stepper = Stepper(model, job, layout, mesh)
-    rank = mesh.data.get_local_rank()
-    stepper.backward(torch_batches(batches, 0, layout, rank))
-    gradients = by_name(spec, ((name, whole(parameter.grad)) for name, parameter in model.named_parameters()))
-    first_norm = stepper.norm()
-    stepper.optimizer.zero_grad(set_to_none=True)
+    gradients = {}
+
+    def keep(loss, norm):
+        """Before the first update: gradients are summed and not yet clipped."""
+        if not gradients:
+            named = model.named_parameters()
+            gradients.update(by_name(spec, ((name, whole(parameter.grad)) for name, parameter in named)))
+        return True
+
+    stepper.admits = keep
     steps = [stepper.step(index, torch_batches(batches, index, layout, rank)) for index in range(STEPS)]
-    assert first_norm == steps[0].gradient_norm or divide_factor != 1.0
     return Found(
         gradients,
         [step.loss for step in steps],

@@ -7,7 +7,7 @@ AdamW does not see a gradient that is wrong by a factor. tests/run/matrix.py has
 import numpy as np
 import pytest
 import torch
-from gloo import MODELS, gradient_difference, parallel_steps, plain_steps, relative
+from gloo import MODELS, gradient_difference, parallel_steps, plain_steps, relative, repeated_norms
 from matrix import (
     DUAL,
     HSDP,
@@ -31,14 +31,8 @@ TRACED = pytest.mark.filterwarnings("ignore")
 """Of compiled rows: torch's tracer warns of what it does itself."""
 
 
-LARGE = [case for case in ROWS if case.layout.ranks > 2]
-
-HERE = [case for case in ROWS if case not in LARGE[1::2]]
-"""Rows that the suite runs: of those on more than two ranks every other. ``make parity`` runs all."""
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.label, marks=[TRACED] if case.compiled else []) for case in HERE]
+    "case", [pytest.param(case, id=case.label, marks=[TRACED] if case.compiled else []) for case in ROWS]
 )
 def test_fp64_equals_one_process(case):
     found = compared(case)
@@ -65,6 +59,18 @@ def test_the_table_covers_what_it_should():
     assert len({case.layout.schedule for case in ROWS}) == 8
     assert {case.layout.cp_kind for case in ROWS} == {"none", *KINDS}
     assert {case.layout.recompute for case in ROWS} == {"none", "selective", "full"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [row(**HSDP), row("deep", pp=2, **ZBV), row("experts", ep=2, tp=2, sp=True)],
+    ids=lambda case: case.label,
+)
+def test_a_backward_pass_leaves_nothing_behind_that_changes_the_next(case):
+    """To the bit, though the first has made buffers, shapes and caches."""
+    spec, job, batches = plan_of(case)
+    for first, second in run_ranks(repeated_norms, case.layout.ranks, spec, job, case.layout, batches):
+        assert first == second > 0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from shardwright.plan.accounting import is_decayed, is_orthogonalised
 from shardwright.plan.params import Tensor, parameter_table
 from shardwright.run.adafactor import Adafactor
 from shardwright.run.init import table_name
+from shardwright.run.local_adamw import LocalAdamW
 from shardwright.run.muon import Muon
 from shardwright.run.offload import OffloadedOptimizer
 from shardwright.run.quantised import build_adamw_8bit
@@ -47,7 +48,7 @@ def build_optimizer(
 def _optimizer(groups: Groups, job: Job) -> torch.optim.Optimizer:
     rate, betas = job.learning_rate, (job.beta1, job.beta2)
     if job.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=job.epsilon, fused=True)
+        return LocalAdamW(groups, lr=rate, betas=betas, eps=job.epsilon, fused=True)
     if job.optimizer in ("sgd", "sgd_momentum"):
         momentum = job.momentum if job.optimizer == "sgd_momentum" else 0.0
         return torch.optim.SGD(groups, lr=rate, momentum=momentum, foreach=False)

@@ -54,11 +54,3 @@ def plan_file(tmp_path):
     job = Job(seq=32, global_batch=4, steps=5, precision="fp32")
     layout = Layout(dp_shard=2, zero_stage=3, microbatches=2)
     return save_plan(explain.plan_of(SPEC, job, cluster_of("cpu", 2), layout), tmp_path / "plan.toml")
-
-
-@pytest.fixture
-def one_thread(monkeypatch):
-    """A fork is safe, and ranks do not wait for each other's threads."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)

@@ -283,7 +283,7 @@ def test_what_is_only_modelled_is_refused(run, plan_file, change, part, command)
     refused(run(command, plan_file), "plan is not runnable: ", part)
 
 
-def test_pipelines_train_and_are_compared(run, tmp_path, one_thread):
+def test_pipelines_train_and_are_compared(run, tmp_path):
     layout = Layout(pp=2, schedule="1F1B", stage_layers=(1, 1), microbatches=4)
     plan = explain.plan_of(SPEC, Job(seq=32, global_batch=4, precision="fp32"), cluster_of("cpu", 2), layout)
     save_plan(plan, tmp_path / "p.toml")
@@ -297,7 +297,7 @@ def test_pipelines_train_and_are_compared(run, tmp_path, one_thread):
     assert (trained.status, len(trained.document["losses"])) == (0, 2)
 
 
-def test_memory_of_what_the_plan_has_not(run, plan_file, one_thread):
+def test_memory_of_what_the_plan_has_not(run, plan_file):
     refused(run("memory", plan_file, "--stage=1"), "stage 1: the plan has pp=1, choose from 0 to 0")
     refused(run("memory", plan_file, "--rank=2"), "rank 2: the plan has 2 ranks, choose from 0 to 1")
     refused(run("memory", plan_file, "-o", "a.png"), "output a.png ends in '.png': use .html or .svg for a")

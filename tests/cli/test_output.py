@@ -99,7 +99,7 @@ def test_explain_of_an_edited_layout_says_so(run, plan_file):
     assert not run("explain", plan_file, "--json").document["stored_prediction_agrees"]
 
 
-def test_check_document(run, plan_file, one_thread):
+def test_check_document(run, plan_file):
     outcome = run("check", plan_file, "--json")
     document = outcome.document
     assert (outcome.status, outcome.err) == (0, "")
@@ -116,7 +116,7 @@ def test_check_document(run, plan_file, one_thread):
     } <= document["traffic"][0].keys()
 
 
-def test_check_says_what_terms_are_made_of_and_runs_a_real_step(run, plan_file, one_thread):
+def test_check_says_what_terms_are_made_of_and_runs_a_real_step(run, plan_file):
     assert run("check", plan_file, "--json").document["tensors"] == []
     document = run("check", plan_file, "--tensors", "--real", "--json").document
     assert document["ok"]
@@ -129,7 +129,7 @@ def test_check_says_what_terms_are_made_of_and_runs_a_real_step(run, plan_file, 
         assert flow["real_launches"] == flow["executed_launches"]
 
 
-def test_memory(run, plan_file, tmp_path, one_thread):
+def test_memory(run, plan_file, tmp_path):
     """Document, chart, picture and snapshot of one step."""
     outcome = run("memory", plan_file, "-o", "step.svg", "--json")
     assert (outcome.status, outcome.err) == (0, "wrote step.svg\n")
@@ -143,7 +143,7 @@ def test_memory(run, plan_file, tmp_path, one_thread):
     assert {"alloc", "free_requested", "free_completed"} <= {event["action"] for event in trace}
 
 
-def test_a_difference_is_status_1_and_the_document_is_whole(run, plan_file, one_thread, monkeypatch):
+def test_a_difference_is_status_1_and_the_document_is_whole(run, plan_file, monkeypatch):
     from shardwright.check import compare
 
     right = compare.stage_ledger
@@ -162,7 +162,7 @@ def test_a_difference_is_status_1_and_the_document_is_whole(run, plan_file, one_
     assert "DIFFERS" in run("check", plan_file).out
 
 
-def test_plan_explain_check_train(run, model, tmp_path, one_thread):
+def test_plan_explain_check_train(run, model, tmp_path):
     """The loop by hand, on two ranks, data of its own."""
     plan = ("plan", model, "--seq=32", "--global-batch=4", "--gpus=2", "--steps=100", "--warmup-steps=10")
     assert run(*plan, "--pp=1", "-o", "exp/plan.toml").status == 0
@@ -184,7 +184,7 @@ def test_plan_explain_check_train(run, model, tmp_path, one_thread):
     assert load_plan(tmp_path / "exp").job.steps == 100
 
 
-def test_training_with_an_edited_layout_predicts_afresh(run, plan_file, one_thread):
+def test_training_with_an_edited_layout_predicts_afresh(run, plan_file):
     plan_file.write_text(plan_file.read_text().replace("zero_stage = 3", "zero_stage = 1"))
     stale = load_plan(plan_file)
     document = run("train", plan_file, "--steps=2", "--run-dir=r", "--json").document
@@ -194,7 +194,7 @@ def test_training_with_an_edited_layout_predicts_afresh(run, plan_file, one_thre
     assert kept.prediction.memory.allocated == document["predicted"]["memory"]
 
 
-def test_loop_document(run, tmp_path, one_thread):
+def test_loop_document(run, tmp_path):
     """On three ranks, which do not divide the batch of two."""
     outcome = run("loop", "--steps=3", "--nproc=3", "--run-dir=r", "--json")
     assert outcome.status == 0, outcome.err
@@ -205,7 +205,7 @@ def test_loop_document(run, tmp_path, one_thread):
     assert load_plan(tmp_path / "r").layout.ranks == 3
 
 
-def test_loop_report(run, one_thread):
+def test_loop_report(run):
     outcome = run("loop", "--steps=3")
     assert outcome.status == 0, outcome.err
     for part in (

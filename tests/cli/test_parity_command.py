@@ -48,7 +48,7 @@ def halved(monkeypatch):
     monkeypatch.setattr(step, "apply_dp", apply_dp)
 
 
-def test_equal_layouts(run, plan_file, tp_file, one_thread, tmp_path, monkeypatch):
+def test_equal_layouts(run, plan_file, tp_file, tmp_path, monkeypatch):
     own = tmp_path / "own"
     own.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(own))
@@ -77,7 +77,7 @@ def test_equal_layouts(run, plan_file, tp_file, one_thread, tmp_path, monkeypatc
     assert list(own.glob("shardwright-*")) == []
 
 
-def test_a_fault_is_reported_with_its_cause(run, plan_file, tp_file, halved, one_thread):
+def test_a_fault_is_reported_with_its_cause(run, plan_file, tp_file, halved):
     outcome = run("parity", tp_file, plan_file, "--steps=1")
     assert outcome.status == 1
     text = " ".join(outcome.out.split())
@@ -129,7 +129,7 @@ def test_another_model_is_refused(run, plan_file, tmp_path):
     refused(run("parity", plan_file, other), "plans are of different models, tiny and tiny (layers=2 and 3)")
 
 
-def test_what_is_too_large_is_refused_with_the_way_out(run, plan_file, tmp_path, one_thread):
+def test_what_is_too_large_is_refused_with_the_way_out(run, plan_file, tmp_path):
     wide = written(tmp_path / "wide.toml", Layout(dp_shard=4, zero_stage=3))
     refused(
         run("parity", plan_file, wide, "--max-ranks=2"),
@@ -176,7 +176,7 @@ def test_ctrl_c_leaves_nothing(plan_file, tp_file, tmp_path):
     assert list(own.glob("shardwright-*")) == []
 
 
-def test_a_large_model_is_shrunk_in_kind(run, tmp_path, one_thread):
+def test_a_large_model_is_shrunk_in_kind(run, tmp_path):
     from shardwright.model import preset
 
     model = preset("llama-3.1-8b")

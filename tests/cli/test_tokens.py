@@ -105,7 +105,7 @@ def test_ctrl_c_leaves_no_half_file(tmp_path):
     assert not list(Path("out").iterdir())
 
 
-def test_training_on_a_token_file(run, plan_file, corpus, one_thread):
+def test_training_on_a_token_file(run, plan_file, corpus):
     found = [
         run("train", plan_file, "--data", data, "--steps=3", "--run-dir", f"run-{i}", "--json").document
         for i, data in enumerate(("corpus.tokens", "texts"))
@@ -123,7 +123,7 @@ def test_training_on_a_damaged_token_file_is_refused_before_it_starts(run, plan_
     assert not Path("runs").exists()
 
 
-def test_packing_of_documents_is_planned_and_trained(run, model, corpus, tmp_path, one_thread):
+def test_packing_of_documents_is_planned_and_trained(run, model, corpus, tmp_path):
     options = ("--gpus=2", "--seq=32", "--global-batch=4", "--packing=documents", "-o", "p.toml")
     assert run("plan", model, *options).status == 0
     assert 'packing = "documents"' in (tmp_path / "p.toml").read_text()

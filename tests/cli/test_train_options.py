@@ -7,7 +7,7 @@ import pytest
 from command import refused
 
 
-def test_a_run_is_continued_only_when_asked_and_as_it_began(run, plan_file, one_thread):
+def test_a_run_is_continued_only_when_asked_and_as_it_began(run, plan_file):
     options = ("train", plan_file, "--run-dir=r", "--json")
     losses = run(*options, "--steps=4", "--checkpoint-every=3").document["losses"]
     text = plan_file.read_text()

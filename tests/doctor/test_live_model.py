@@ -44,12 +44,6 @@ def look(kind):
     return units, setting.units, setting.dp_shard, causes, dist.get_world_size()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 BLOCKS = {"0": 256, "1": 280, "2": 280, "3": 288}
 EXPECTED = {
     "root": ({"": 1104}, "root", [("root_only_unit", "likely")]),

@@ -77,14 +77,12 @@ def faulty_rank(fault, *args):
 
 @pytest.fixture
 def plan():
-    torch.set_num_threads(1)
     job = Job(seq=32, global_batch=4, steps=6, precision="fp32")
     return plan_of(SPEC, job, cluster_of("cpu", 4), Layout(dp_shard=4, zero_stage=3))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank(fault, plan, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "run"
     prepare_run_folder(folder)
     dataset = build_dataset(None, SPEC.vocab, plan.job)

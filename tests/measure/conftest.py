@@ -1,4 +1,4 @@
-"""Fixtures of measurements: one thread in all processes, networks of namespaces, a watch for orphans."""
+"""Fixtures of measurements: networks of namespaces, a watch for orphans."""
 
 import os
 import shutil
@@ -6,17 +6,7 @@ import subprocess
 
 import psutil
 import pytest
-import torch
 from namespaces import Network
-
-from shardwright.measure import link_processes
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    """Here, so that a fork is safe, and in every rank, so that ranks do not wait for each other's threads."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(link_processes, "usable_cores", lambda: 1)
 
 
 @pytest.fixture

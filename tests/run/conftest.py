@@ -1,19 +1,9 @@
-"""Fixtures of the runtime's tests: one thread in all processes."""
+"""Fixtures of the runtime's tests: a port, and Ctrl-C."""
 
 import signal
 import socket
 
 import pytest
-import torch
-
-from shardwright.run import launch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    """Here, so that a fork is safe, and in every rank, so that ranks do not wait for each other's threads."""
-    torch.set_num_threads(1)
-    monkeypatch.setattr(launch, "usable_cores", lambda: 1)
 
 
 @pytest.fixture

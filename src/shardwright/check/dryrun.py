@@ -136,9 +136,7 @@ def _tape(
         stepper = Stepper(network, job, layout, mesh, read=lambda scalar: 1.0)
         if stepper.pipeline is not None:
             stepper.pipeline.trust_shapes()
-        # makes the optimizer's state, and DTensor's rules for what follows, which fake whole tensors once
-        few = layout.microbatches if layout.pp > 1 else min(layout.microbatches, 2)
-        stepper.step(0, made_up_microbatches(job, layout, few))
+        stepper.step(0, made_up_microbatches(job, layout, _first_microbatches(layout)))
         tape = Tape(network, stepper.optimizer, mesh, recorder)
         with marked(tape, stepper), tape:
             tape.begin(BATCH)
@@ -146,6 +144,16 @@ def _tape(
             stepper.optimizer.register_step_pre_hook(lambda *_: _settle(tape))
             stepper.step(1, given)
     return tape.segments
+
+
+def _first_microbatches(layout: Layout) -> int:
+    """Of the step that makes the optimizer's state, and DTensor's rules for what follows, each of which fakes
+    whole tensors once. A second microbatch has a rule of its own where gradients add up as DTensors; a
+    schedule of stages wants all."""
+    if layout.pp > 1:
+        return layout.microbatches
+    adds_up = layout.zero_stage < 2 and layout.tp * layout.ep > 1
+    return min(layout.microbatches, 2 if adds_up else 1)
 
 
 def _settle(tape: Tape) -> None:

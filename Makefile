@@ -13,7 +13,7 @@ run: $(STAMP)
 	$(BIN)/shardwright loop
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 live: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m live

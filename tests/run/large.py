@@ -22,8 +22,8 @@ class Large(NamedTuple):
     fields: dict[str, Any]
 
     @property
-    def plan(self) -> Plan:
-        """The plan, on H100s."""
+    def layout(self) -> Layout:
+        """The layout, its stages as even as they can be."""
         spec, fields = preset(self.model), dict(self.fields)
         pp, chunks = fields.get("pp", 1), fields.get("chunks", 1)
         shard = fields.get("dp_shard", 1) * fields.get("cp", 1)
@@ -32,14 +32,19 @@ class Large(NamedTuple):
             fields["stage_layers"] = stage_layers(spec.layers, pp * chunks)
         if fields.get("recompute") == "selective":
             fields["kept"] = KEPT_BY_SELECTIVE
-        layout = Layout(**{"micro_batch": 1, "microbatches": 4 * pp} | fields)
+        return Layout(**{"micro_batch": 1, "microbatches": 4 * pp} | fields)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, on H100s."""
+        layout = self.layout
         job = Job(seq=self.seq, global_batch=layout.dp * layout.micro_batch * layout.microbatches)
-        return plan_of(spec, job, cluster_of("h100-sxm", layout.ranks), layout)
+        return plan_of(preset(self.model), job, cluster_of("h100-sxm", layout.ranks), layout)
 
     @property
     def label(self) -> str:
         """Model and layout."""
-        return f"{self.model} {self.plan.layout.label}"
+        return f"{self.model} {self.layout.label}"
 
 
 SP = {"sp": True}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import ONE, ONE_BY_ONE, RING, SHARD, ZBV, Differences, compared, row
+from matrix import ONE, ONE_BY_ONE, RING, ROWS, SHARD, ZBV, Differences, compared, row
 
 from shardwright.errors import RunFailedError
 from shardwright.run import blocks, dp, model, pp, step
@@ -102,7 +102,7 @@ MUTANTS = {  # how to plant it, a row that catches it, and what it is seen by
 @pytest.mark.parametrize("fault", MUTANTS)
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     plant, case, sign = MUTANTS[fault]
-    assert compared(case).ok
+    assert case in ROWS or compared(case).ok  # without the fault; of rows test_parity.py says so
     plant(monkeypatch)
     if sign in Differences._fields:
         found = compared(case)

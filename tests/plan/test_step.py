@@ -12,7 +12,7 @@ from spaces import EXPERTS, MIXED, rows_of
 
 from shardwright.cluster import Link, cluster_of
 from shardwright.job import Job
-from shardwright.layout import SCHEDULE_NAMES, Layout
+from shardwright.layout import KEPT_BY_SELECTIVE, SCHEDULE_NAMES, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.bubble import RankTimes, is_exact
 from shardwright.plan.compute import Work, block_times, model_flops_per_token
@@ -146,7 +146,7 @@ def test_without_overlap_all_traffic_is_exposed_and_each_collective_once(model, 
 )
 def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, per_node, data):
     """Sends to other stages wait in the bubble; the traffic is that of a rank with most layers and the head,
-    of which there may be none."""
+    of which there may be none. For what zero-bubble schedules recompute see the next test."""
     cluster = with_device(cluster_of("h100-sxm", ranks, per_node), overlap=0.0)
     model = SPEC.model_copy(update={"layers": layers})
     table = table_for(model, cluster)
@@ -155,6 +155,7 @@ def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, pe
     layout = table.layout(row, model.layers)
     found = explanation(plan_of(model, JOB, cluster, layout))
     last = layers // table.pp[row] * table.pp[row] == layers and table.ends[row] == 0
+    last = last and not (table.recompute[row] > 0 and table.schedule[row] in SPLIT_BACKWARD)
     for flow in found["traffic"]:
         if (flow["axis"], flow["collective"]) == ("pp", "send"):
             assert flow["exposed_time"] == 0
@@ -162,6 +163,23 @@ def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, pe
             assert flow["exposed_time"] == pytest.approx(flow["busy_time"], rel=1e-9)
         else:
             assert flow["exposed_time"] <= flow["busy_time"] * (1 + 1e-9)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="blocks are recomputed for inputs and for weights: traffic has both, as the program, time one",
+)
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_is_recomputed_for_weights_takes_time_too(recompute):
+    cluster = with_device(cluster_of("h100-sxm", 12, 1), overlap=0.0)
+    layout = Layout(
+        pp=2, dp_replicate=3, cp=2, cp_kind="ring", schedule="InterleavedZeroBubble", stage_layers=(1, 1),
+        zero_stage=1, microbatches=4, recompute=recompute,
+        kept=KEPT_BY_SELECTIVE if recompute == "selective" else (),
+    )  # fmt: skip
+    found = explanation(plan_of(SPEC.model_copy(update={"layers": 2}), JOB, cluster, layout))
+    (ring,) = [flow for flow in found["traffic"] if (flow["axis"], flow["collective"]) == ("cp", "send")]
+    assert ring["exposed_time"] == pytest.approx(ring["busy_time"], rel=1e-9)
 
 
 @settings(deadline=None, max_examples=6)

@@ -16,6 +16,7 @@ from shardwright.plan.params import Tensor, parameter_table
 from shardwright.run import quantised
 from shardwright.run.adafactor import Adafactor
 from shardwright.run.launch import run_ranks
+from shardwright.run.local_adamw import LocalAdamW
 from shardwright.run.muon import Muon
 from shardwright.run.offload import OffloadedOptimizer
 from shardwright.run.optim import build_optimizer, learning_rate, set_learning_rate
@@ -27,7 +28,7 @@ MOE = BASE.model_copy(
     }
 )  # fmt: skip
 KINDS = {
-    "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "sgd_momentum": torch.optim.SGD,
+    "adamw": LocalAdamW, "sgd": torch.optim.SGD, "sgd_momentum": torch.optim.SGD,
     "adafactor": Adafactor, "muon": Muon,
 }  # fmt: skip
 

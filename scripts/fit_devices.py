@@ -64,7 +64,7 @@ that its prior is narrow."""
 PROGRAM_CONSTANTS: Mapping[str, float] = {
     "attention_rate": 0.2, "newer_rate": 0.3, "light_traffic": 0.3, "score_traffic": 0.4, "casts": 0.6,
     "expert_launches": 0.7, "tp_exposed": 0.4, "data_hidden": 0.7, "stage_hidden": 0.7, "data_bandwidth": 1.5,
-    "narrow_rate": 0.25, "launches": 0.5,
+    "narrow_rate": 0.25, "launches": 0.5, "ep_hidden": 0.7,
 }  # fmt: skip
 """Differences of programs. Shares that hide are fitted by what does not, 1 - share."""
 
@@ -72,7 +72,10 @@ OF_KERNELS = ("newer_rate",)
 ALIKE = 0.8
 """Constants of a kernel that several programs use, and the part of their variance that these share."""
 
-HIDDEN = ("data_hidden", "stage_hidden")
+CARD = 0.1
+"""Part of the variance of a device's own constants that cards of one chip do not share."""
+
+HIDDEN = ("data_hidden", "stage_hidden", "ep_hidden")
 SHARES = ("tp_exposed", "data_bandwidth")
 NOISE = 0.06
 HUBER = 1.0
@@ -108,6 +111,7 @@ def program_keys(case: Case) -> list[Key]:
         "stage_hidden": layout.pp > 1 and layout.dp * layout.cp > 1 and program.stage_hidden > 0,
         "data_bandwidth": program.data_bandwidth < 1,
         "launches": "launches" in set_by and program.launches > 0,
+        "ep_hidden": layout.ep > 1 and program.ep_hidden > 0,
     }
     return [
         ("variant", known.name, set_by[name], name) if name in set_by else ("program", known.name, name)
@@ -200,6 +204,11 @@ def predict(data: Data, theta: Theta, *, simulated: bool = True) -> np.ndarray:
 # The fit
 
 
+def chip(key: Key) -> str:
+    """Of a device's name: what is before memory, form and machine."""
+    return key[1].split("-")[0]
+
+
 def precision_matrix(names: Sequence[Key]) -> np.ndarray:
     """Inverse of the priors' covariance: constants of devices share a part."""
     covariance = np.zeros((len(names), len(names)))
@@ -213,7 +222,8 @@ def precision_matrix(names: Sequence[Key]) -> np.ndarray:
         prior = DEVICE_CONSTANTS[one[-1]]
         for column, other in enumerate(names):
             if other[0] == "device" and other[-1] == one[-1]:
-                covariance[row, column] = prior.shared**2 + (row == column) * prior.own**2
+                own = prior.own**2 * (1 - CARD) if chip(one) == chip(other) else 0.0
+                covariance[row, column] = prior.shared**2 + own + (row == column) * prior.own**2 * CARD
     return np.linalg.inv(covariance)
 
 

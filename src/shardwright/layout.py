@@ -136,8 +136,11 @@ class Layout(Description):
                 f"stage_layers={list(self.stage_layers)} does not go with pp={self.pp} x "
                 f"chunks={self.chunks}: give the layers of {stages if stages > 1 else 'no'} stages"
             )
-        if fault := empty_stage_fault(self.stage_layers, self.schedule, self.chunks):
-            yield fault
+        if not all(self.stage_layers[1:-1]):
+            yield (
+                f"stage_layers={list(self.stage_layers)} leave a stage between the ends without a layer: "
+                "only the first and the last may have none, which hold embedding and head"
+            )
         if self.pp == 1 and self.chunks > 1:
             yield f"chunks={self.chunks} does not go with pp=1: a single rank is not interleaved, use 1"
         if (self.cp == 1) != (self.cp_kind == "none"):
@@ -216,16 +219,12 @@ class Fault(NamedTuple):
 
 
 def empty_stage_fault(stage_layers: Sequence[int], schedule: str, chunks: int) -> str | None:
-    """Why stages without layers are wrong; None: there are none, or the first has the embedding alone, the
-    last the head alone, and their ranks have other stages with layers.
+    """Why ends without layers cannot be run; None: there are none, or the first stage has the embedding
+    alone, the last the head alone, and their ranks have other stages with layers.
 
     Source: Llama 3, arXiv:2407.21783, section 3.3.2, whose pipeline ends so.
     """
-    if min(stage_layers, default=1) > 0:
-        return None
-    if min(stage_layers[1:-1], default=0) == 0:
-        return f"stage_layers={list(stage_layers)} leaves a stage without layers: only the ends may have none"
-    if schedule in LOOPED and chunks > 1:
+    if min(stage_layers, default=1) > 0 or (schedule in LOOPED and chunks > 1):
         return None
     return (
         f"stage_layers={list(stage_layers)} leaves a rank without layers at chunks={chunks} of "

@@ -50,6 +50,9 @@ class Program(Description):
         default=True,
         description="ranks of a pipeline for one another between steps, as a common norm has them",
     )
+    fills: bool = Field(
+        default=False, description="weight gradients of a split backward put wherever a rank would be idle"
+    )
     launches: NonNegativeFloat = Field(
         default=1.0, description="time of launches that shows, over that of the device"
     )
@@ -68,11 +71,20 @@ class Program(Description):
     selective: Literal["light", "attention", "products"] = "light"
     tp_exposed: float = Field(default=1.0, ge=0, le=1, description="share of tp that no product hides")
     ep_exposed: float = Field(default=1.0, ge=0, le=1, description="share of experts' trades not hidden")
+    ep_hidden: float = Field(
+        default=0.0, ge=0, le=1, description="of what computation covers of them, under another microbatch"
+    )
     data_hidden: float = Field(
         default=1.0, ge=0, le=1, description="share of data traffic that may hide, of what the device lets"
     )
     stage_hidden: float = Field(
         default=0.0, ge=0, le=1, description="the same of a pipeline's gradients, under its last microbatch"
+    )
+    hops_block: bool = Field(
+        default=False, description="ranks of an interleaved pipeline wait for what they send and receive"
+    )
+    hops_split: bool = Field(
+        default=False, description="ranks of tp each pass on a part of what all have, and gather it then"
     )
     copies: bool = Field(
         default=True, description="of parameters and gradients in and out of buffers of collectives"

@@ -138,10 +138,47 @@ def test_a_row_becomes_its_layout(rows, sizes):
     assert "vocabulary: 51200" in case.assumed
 
 
+def test_ends_of_a_pipeline_without_a_layer(rows, sizes):
+    """Megatron counts embedding and head as a layer each: 126 layers are 128 chunks of one, 22 are 24."""
+    layout = case_of_row(rows["megatron-bridge-022"], sizes).layout
+    assert (layout.pp, layout.chunks) == (16, 8)
+    assert layout.stage_layers == (0, *[1] * 126, 0)
+    assert case_of_row(rows["zero-bubble-004"], sizes).layout.stage_layers == (0, *[1] * 22, 0)
+
+
+def test_how_tokens_reach_experts_on_several_nodes(rows, sizes):
+    """Recipes of Megatron-Bridge: DeepSeek-V3 on B200 by DeepEP under another microbatch, Qwen3-235B on H100
+    by all-to-all under another; before release 26 neither."""
+    found = {}
+    for run in ("megatron-bridge-065", "megatron-bridge-080", "megatron-bridge-237", "megatron-bridge-098"):
+        case = case_of_row(rows[run], sizes)
+        found[run[-3:]] = case.layout.dispatch, case.job.program.ep_hidden > 0
+    assert found == {
+        "065": ("by_node", True), "080": ("all_to_all", True), "237": ("all_to_all", False),
+        "098": ("all_to_all", False),
+    }  # fmt: skip
+
+
 def test_what_a_row_does_not_say_is_named(rows, sizes):
     case = case_of_row(rows["mt-nlg-001"], sizes)
     assert "mbs_seqs: 1" in case.assumed
     assert "recompute: full, as nothing else fits" in case.assumed
+
+
+def test_what_a_megatron_does_by_its_year(rows, sizes):
+    """arXiv:2205.05198 of 2022 and arXiv:2104.04473 of 2021; BigScience's fork; ZB-2p of arXiv:2401.10241."""
+    runs = ("megatron-seqsel-003", "megatron-sc21-007", "bigscience-a100-017", "zero-bubble-001")
+    programs = [case_of_row(rows[run], sizes).job.program for run in runs]
+    assert [program.tp_exposed < 1 for program in programs] == [True, False, False, True]
+    assert [program.hops_split for program in programs] == [True, False, False, True]
+    assert [program.fills for program in programs] == [False, False, False, True]
+
+
+def test_heads_that_a_sources_other_tables_state():
+    runs = {case.run_id: case for case in read_runs(RUNS, MODELS, None).cases}
+    assert runs["bigscience-a100-010"].model.heads == 96  # as -004 and others of the model
+    assert "heads: those of the source's other runs of the model" in runs["bigscience-a100-010"].assumed
+    assert "heads: of 128" in runs["bigscience-v100-004"].assumed  # nobody states them
 
 
 def test_a_row_without_its_degrees_is_not_predicted(rows, sizes):

@@ -89,7 +89,9 @@ def test_h7_a_token_goes_to_a_rank_once():
     anywhere = model.model_copy(update={"moe": model.moe.model_copy(update={"groups": 1, "top_groups": 1})})
     assert model.moe.top_k == 8
     assert nodes_of_a_token(anywhere, 8) == pytest.approx(5.295, abs=1e-3)
-    assert nodes_of_a_token(model, 8) == 4
+    assert nodes_of_a_token(model, 8) == pytest.approx(4)
+    # four of eight groups, two on each of four nodes: a node has none of them in C(6, 4) of C(8, 4) cases
+    assert nodes_of_a_token(model, 4) == pytest.approx(4 * (1 - 15 / 70))
     assert nodes_of_a_token(anywhere, 1) == 1
     assert nodes_of_a_token(anywhere, 256) == pytest.approx(8)
 
@@ -137,3 +139,17 @@ def test_h13_tp_without_sp_sends_every_token_several_times():
     assert (dispatched_bytes(model, job, rows) * [2, 1] == dispatched_bytes(model, job, rows)[1]).all()
     found = model_faults(Layout(dp_shard=4, tp=2, zero_stage=3), model, job)
     assert [fault.code for fault in found] == ["experts_over_tp"]
+
+
+def test_trades_hide_under_another_microbatch():
+    """Megatron's overlap_moe_expert_parallel_comm: what computation covers costs only what does not hide."""
+    model, cluster = preset("qwen3-30b-a3b"), cluster_of("h100-sxm", 16)
+    layout = sharded(16, ep=16, micro_batch=4)
+    exposed = {}
+    for hidden in (0.0, 0.5, 1.0):
+        job = Job(seq=4096, global_batch=64)
+        job = job.model_copy(update={"program": job.program.model_copy(update={"ep_hidden": hidden})})
+        step = step_time(model, job, cluster, table_of([layout], model.layers))
+        exposed[hidden] = float(np.max(step.exposed["ep"]))
+    assert exposed[1.0] < exposed[0.5] < exposed[0.0]
+    assert exposed[0.0] - exposed[0.5] == pytest.approx(exposed[0.5] - exposed[1.0])

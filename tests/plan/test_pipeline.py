@@ -8,12 +8,16 @@ from shardwright.errors import LayoutError
 from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
+from shardwright.plan.parts import hop_time
 from shardwright.plan.pipeline import (
     pipeline_timeline,
     simulated_bubble,
     simulated_bubbles,
+    simulated_step,
+    simulated_steps,
     simulated_times,
 )
+from shardwright.plan.placement import routes_of
 from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.step import step_time
@@ -122,3 +126,75 @@ def test_an_order_that_is_not_there():
     layout = layout_of("1F1B").model_copy(update={"microbatches": 2})
     with pytest.raises(LayoutError, match="microbatches=2 of 1F1B on 4 ranks"):
         pipeline_timeline(model_of(2), JOB, CLUSTER, layout)
+
+
+def with_program(**fields) -> Job:
+    return JOB.model_copy(update={"program": JOB.program.model_copy(update=fields)})
+
+
+def test_jobs_together_are_each_alone():
+    """Other models, programs and clusters, with pipelines of one order among them."""
+    jobs = [
+        (model_of(vocab=2), JOB, CLUSTER, [layout_of("1F1B"), layout_of("GPipe")]),
+        (model_of(vocab=128_000), JOB, CLUSTER, [layout_of("1F1B"), layout_of("1F1B", 1)]),
+        (model_of(vocab=2), with_program(waits=False), _FOUR, [layout_of("ZB-H2"), layout_of("1F1B")]),
+        (model_of(vocab=2), JOB, _FOUR, [Layout(dp_shard=4, zero_stage=3, microbatches=4)]),
+    ]
+    for job, together in zip(jobs, simulated_steps(jobs), strict=True):
+        alone = simulated_step(*job)
+        assert np.asarray(together.time).tolist() == np.asarray(alone.time).tolist()
+        assert np.asarray(together.bubble).tolist() == np.asarray(alone.bubble).tolist()
+
+
+def test_the_ends_may_have_no_layer():
+    """18 stages' worth on 16 layers: as long as 18 layers would take, less what the two ends have not."""
+    model = model_of(vocab=2)
+    layout = Layout(
+        pp=2, schedule="Interleaved1F1B", chunks=9, stage_layers=(0, *[1] * 16, 0), microbatches=16
+    )
+    full = layout.model_copy(update={"stage_layers": (1,) * 18})
+    larger = model.model_copy(update={"layers": 18})
+    shorter, longer = (
+        float(simulated_times(each, JOB, CLUSTER, [one])[0])
+        for each, one in ((model, layout), (larger, full))
+    )
+    assert shorter / longer == pytest.approx(8 / 9, rel=0.04)
+    with pytest.raises(LayoutError, match="leave a stage between the ends without a layer"):
+        Layout.checked(layout.model_dump() | {"stage_layers": (1, 0, *[1] * 14, 1, 1)})
+
+
+def test_hops_that_block_are_in_the_step():
+    """Of an interleaved rank once for each forward with its backward; 1F1B waits for them as it is."""
+    model, layout = model_of(vocab=2), layout_of("Interleaved1F1B")
+    table = table_of([layout], model.layers)
+    hop = float(hop_time(model, JOB, table, routes_of(CLUSTER, table))[0])
+    plain, blocked = (
+        simulated_bubble(model, job, CLUSTER, layout) for job in (JOB, with_program(hops_block=True))
+    )
+    assert blocked - plain == pytest.approx(2 * 16 * hop, rel=0.35)
+    one = layout_of("1F1B")
+    assert simulated_bubble(model, with_program(hops_block=True), CLUSTER, one) == pytest.approx(
+        simulated_bubble(model, JOB, CLUSTER, one)
+    )
+
+
+def test_ranks_of_tp_send_a_part_each():
+    """Between nodes a part of eight, inside one a gather: arXiv:2104.04473, section 4.1."""
+    model, cluster = model_of(vocab=2), cluster_of("a100-sxm", 16)
+    layout = Layout(pp=2, tp=8, schedule="1F1B", stage_layers=(8, 8), micro_batch=4, microbatches=4)
+    table = table_of([layout], model.layers)
+    whole, parts = (
+        float(hop_time(model, job, table, routes_of(cluster, table))[0])
+        for job in (JOB, with_program(hops_split=True))
+    )
+    assert whole / 4 < parts < whole / 2
+
+
+def test_weight_gradients_that_fill_leave_nothing_idle():
+    """arXiv:2401.10241: with as many in flight as ZB-2p has, an automatic schedule is idle 0 to 2 % of a step
+    where 1F1B is 16 %."""
+    model, layout = model_of(vocab=2), layout_of("ZB-H2")
+    filled = simulated_bubble(model, with_program(fills=True, waits=False), CLUSTER, layout)
+    placed = simulated_bubble(model, with_program(waits=False), CLUSTER, layout)
+    assert 0 <= filled <= placed
+    assert filled < 0.02 * float(simulated_times(model, JOB, CLUSTER, [layout])[0])

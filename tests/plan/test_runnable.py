@@ -140,6 +140,19 @@ def test_what_cannot_be_right_is_refused_by_its_rule(code):
         check_trainable(model, job, cluster, layout)
 
 
+def test_a_rank_without_layers_is_priced_and_not_run():
+    fields = pipeline("ZBVZeroBubble", chunks=2) | {"stage_layers": (0, 16, 16, 0)}
+    layout, model = Layout(**fields), preset(LLAMA)
+    assert model.layers == 32
+    cluster = cluster_of("h100-sxm", layout.ranks)
+    found = {fault.code: fault.message for fault in broken_rules(layout.model_dump(), model, JOB, cluster)}
+    assert "leaves a rank without layers" in found["stages"]
+    looped = layout.model_dump() | {"schedule": "Interleaved1F1B"}
+    assert "stages" not in {fault.code for fault in broken_rules(looped, model, JOB, cluster)}
+    with pytest.raises(LayoutError, match="leave a stage between the ends without a layer"):
+        Layout.checked(fields | {"stage_layers": (16, 0, 0, 16)})
+
+
 def test_every_rule_has_its_test():
     layout, model = Layout(), preset(LLAMA)
     rules = {*model_rules(layout, model, JOB), *expert_rules(layout, model)}

@@ -18,7 +18,7 @@ from shardwright.check.runs_program import options_of_row, program_of_row
 from shardwright.check.sweeps import sweeps_of
 from shardwright.description import nearest
 from shardwright.errors import JobError
-from shardwright.plan.pipeline import simulated_step
+from shardwright.plan.pipeline import simulated_steps
 from shardwright.plan.step import StepTime, step_time
 from shardwright.plan.table import Floats, table_of
 
@@ -89,14 +89,15 @@ def _steps(cases: Sequence[Case], *, simulated: bool = True) -> list[tuple[list[
     groups = defaultdict(list)
     for number, case in enumerate(cases):
         groups[case.model, case.job, case.cluster].append(number)
-    found = []
-    for (model, job, cluster), numbers in groups.items():
-        layouts = [cases[number].layout for number in numbers]
-        if simulated:
-            found.append((numbers, simulated_step(model, job, cluster, layouts)))
-        else:
-            found.append((numbers, step_time(model, job, cluster, table_of(layouts, model.layers))))
-    return found
+    jobs = [(*key, [cases[number].layout for number in numbers]) for key, numbers in groups.items()]
+    if simulated:
+        steps = simulated_steps(jobs)
+    else:
+        steps = [
+            step_time(model, job, cluster, table_of(layouts, model.layers))
+            for model, job, cluster, layouts in jobs
+        ]
+    return list(zip(groups.values(), steps, strict=True))
 
 
 def _memory(case: Case) -> Memory | None:

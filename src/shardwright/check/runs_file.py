@@ -2,8 +2,8 @@
 
 import csv
 import tomllib
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,6 +55,9 @@ def read_table(path: Path, needed: tuple[str, ...]) -> list[Row]:
     return [{key: value or "" for key, value in row.items() if key is not None} for row in rows]
 
 
+OTHER_TABLE = "heads: those of the source's other runs of the model"
+
+
 def read_runs(path: Path, models: Path, gpus: Path | None, *, fitted: bool = True) -> Runs:
     """Runs of a table, the sizes of their models beside them; ``gpus`` for kinds the package has no file of.
 
@@ -63,8 +66,9 @@ def read_runs(path: Path, models: Path, gpus: Path | None, *, fitted: bool = Tru
     sizes = {row["model"]: row for row in read_table(models, ("model", "layers", "hidden"))}
     sheets = {} if gpus is None else {row["gpu"]: row for row in read_table(gpus, ("gpu", "memory_gb"))}
     excluded: Mapping[str, str] = tomllib.loads(EXCLUDED.read_text(encoding="utf-8"))["runs"]
-    runs = Runs()
-    for row in read_table(path, NEEDED):
+    rows, runs = read_table(path, NEEDED), Runs()
+    heads = _stated_heads(rows)
+    for row in rows:
         if row["run_id"] in excluded:
             runs.excluded[row["run_id"]] = excluded[row["run_id"]]
             continue
@@ -78,9 +82,26 @@ def read_runs(path: Path, models: Path, gpus: Path | None, *, fitted: bool = Tru
             reason = {"C": "layout or batch is missing", "X": "the source contradicts itself"}
             runs.unpredicted[reason.get(row["completeness"], "completeness is not A to X")] += 1
             continue
+        other = "" if _heads(row, sizes) else heads.get((row["source_id"], row["model"]), "")
+        stated = {**row, "heads_override": row["heads_override"] or other}
         try:
-            runs.cases.append(case_of_row(row, sizes, sheets, fitted=fitted))
+            case = case_of_row(stated, sizes, sheets, fitted=fitted)
+            runs.cases.append(case._replace(assumed=(*case.assumed, OTHER_TABLE)) if other else case)
             runs.complete_predicted += complete
         except NotPredictedError as fault:
             runs.unpredicted[str(fault)] += 1
     return runs
+
+
+def _heads(row: Row, sizes: Mapping[str, Row]) -> str:
+    """What a run or its model says of heads."""
+    return row["heads_override"] or sizes.get(row["model"], {}).get("heads", "")
+
+
+def _stated_heads(rows: Sequence[Row]) -> Mapping[tuple[str, str], str]:
+    """Heads of the models of each source, where all of its runs that state them agree."""
+    found = defaultdict(set)
+    for row in rows:
+        if row["heads_override"]:
+            found[row["source_id"], row["model"]].add(row["heads_override"])
+    return {key: stated.pop() for key, stated in found.items() if len(stated) == 1}

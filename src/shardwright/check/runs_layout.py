@@ -60,7 +60,8 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
     if fault:
         raise NotPredictedError(f"no order of the schedule: {fault}")
     stages = pp * chunks
-    ends = 1 if "one layer fewer" in row["note"] and pp > 1 and chunks == 1 else 0
+    fewer = "one layer fewer" in row["note"] and pp > 1
+    ends = 1 if fewer or stages == model.layers + 2 else 0
     values: dict[str, Any] = {
         "pp": pp, "dp_replicate": dp // shard, "dp_shard": shard, "cp": cp, "tp": tp, "ep": ep, "etp": etp,
         "sp": sp, "cp_kind": _context(row, family, cp, assumed), "schedule": schedule, "chunks": chunks,
@@ -69,7 +70,7 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
         "recompute": kind, "recompute_every": every,
         "kept": KEPT_BY_SELECTIVE if kind == "selective" else (),
         "offload": _offload(row),
-        "dispatch": _dispatch(row, ep, assumed),
+        "dispatch": _dispatch(row, model, ep, assumed),
     }  # fmt: skip
     return Layout.checked(values)
 
@@ -174,7 +175,8 @@ def _schedule(row: Row, model: ModelSpec, family: str, pp: int, assumed: list[st
             assumed.append("vpp: a layer a chunk")
         elif not name:
             assumed.append("vpp: 1")
-    chunks = max(min(chunks, model.layers // pp), 1)
+    if pp * chunks != model.layers + 2:  # Megatron counts embedding and head as a layer each where told to
+        chunks = max(min(chunks, model.layers // pp), 1)
     if not name or (name == "1F1B" and chunks > 1) or (name == "Interleaved1F1B" and chunks == 1):
         name = "Interleaved1F1B" if chunks > 1 else "1F1B"
     if name in ("ZBVZeroBubble", "DualPipeV"):
@@ -183,14 +185,12 @@ def _schedule(row: Row, model: ModelSpec, family: str, pp: int, assumed: list[st
 
 
 def with_all_chunks(row: Row, model: ModelSpec, layout: Layout) -> tuple[ModelSpec, Layout]:
-    """A pipeline of one layer a chunk whose first and last chunk have none, for its memory: the ranks between
-    hold most, so all are taken to be like them, with as many layers and neither embedding nor head. Its time
-    is that of fewer chunks."""
-    chunks = whole(row, "vpp", 0)
-    if "one layer per chunk" not in row["schedule"] or chunks <= layout.chunks:
+    """A pipeline whose first and last chunk have no layer, for its memory: the ranks between hold most, so
+    all are taken to be like them, with as many layers and neither embedding nor head."""
+    if 0 not in layout.stage_layers:
         return model, layout
-    stages = layout.pp * chunks
-    changes = {"chunks": chunks, "schedule": "Interleaved1F1B", "stage_layers": (1,) * stages}
+    stages = layout.pp * layout.chunks
+    changes = {"stage_layers": (1,) * stages}
     return model.model_copy(update={"layers": stages, "vocab": NO_VOCABULARY}), layout.model_copy(
         update=changes
     )
@@ -214,16 +214,31 @@ def _recompute(row: Row, assumed: list[str]) -> tuple[str, int]:
     return ("full" if "full" in text else "none"), 1
 
 
-def _dispatch(row: Row, ep: int, assumed: list[str]) -> str:
-    """One copy of a token a node, where the release has it and experts lie on several nodes."""
-    release = re.match(r"2[0-9]\.[0-9]{2}", row["release_or_date"])
-    per_node = whole(row, "gpus_per_node", 0)
-    if "Bridge" not in row["framework"] or release is None or release[0] < FLEX_DISPATCH:
+def _dispatch(row: Row, model: ModelSpec, ep: int, assumed: list[str]) -> str:
+    """One copy of a token a node, where the release has it and experts lie on several nodes; of recipes whose
+    trades hide, those of node-limited routing alone."""
+    if not _has_flex_dispatch(row) or not _leaves_a_node(row, ep):
         return "all_to_all"
-    if not per_node or ep <= per_node:
+    if trades_hide(row) and (model.moe is None or model.moe.groups == 1):
         return "all_to_all"
     assumed.append("dispatch: by_node")
     return "by_node"
+
+
+def trades_hide(row: Row) -> bool:
+    """Whether a recipe has the trades of experts run under another microbatch (moe_a2a_overlap): those that
+    interleave a pipeline whose experts lie on several nodes."""
+    return _has_flex_dispatch(row) and whole(row, "vpp", 1) > 1 and _leaves_a_node(row, whole(row, "ep", 1))
+
+
+def _has_flex_dispatch(row: Row) -> bool:
+    release = re.match(r"2[0-9]\.[0-9]{2}", row["release_or_date"])
+    return "Bridge" in row["framework"] and release is not None and release[0] >= FLEX_DISPATCH
+
+
+def _leaves_a_node(row: Row, ep: int) -> bool:
+    per_node = whole(row, "gpus_per_node", 0)
+    return bool(per_node) and ep > per_node
 
 
 def _offload(row: Row) -> str:

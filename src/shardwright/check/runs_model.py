@@ -6,9 +6,10 @@ kind of network and moves no prediction by a thousandth.
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from shardwright.model import ModelSpec
+from shardwright.model import ModelSpec, preset, preset_names
 
 Row = Mapping[str, str]
 
@@ -86,7 +87,7 @@ def _network(row: Row, layers: int, dense: int | None) -> dict[str, Any]:
             "q_rank": mla["q_lora"], "kv_rank": mla["kv_lora"], "nope_size": mla["nope"],
             "rope_size": mla["rope"], "value_size": mla["v"],
         }  # fmt: skip
-        kind = {"model_type": "deepseek_v3", "moe": moe, "mla": sizes}
+        kind = {"model_type": "deepseek_v3", "moe": {**moe, **_groups(row["model"])}, "mla": sizes}
         return kind | {"head_size": mla["nope"] + mla["rope"], "kv_heads": whole(row, "heads", 0)}
     if "window" in row["attn_window"]:
         window = {"sliding_window": 128, "full_attention_layers": list(range(1, layers, 2))}
@@ -98,3 +99,10 @@ def _network(row: Row, layers: int, dense: int | None) -> dict[str, Any]:
     if row["model"].startswith("qwen3"):
         return {"model_type": "qwen3_moe", "moe": moe, "qk_norm": True}
     return {"model_type": "mixtral", "moe": moe}
+
+
+@cache
+def _groups(name: str) -> Mapping[str, int]:
+    """Groups of experts that a token may use, of which tables say nothing: those of the package's model."""
+    moe = preset(name).moe if name in preset_names() else None
+    return {"groups": moe.groups, "top_groups": moe.top_groups} if moe else {}

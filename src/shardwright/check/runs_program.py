@@ -2,6 +2,7 @@
 
 import re
 
+from shardwright.check.runs_layout import trades_hide
 from shardwright.check.runs_model import Row
 from shardwright.model import ModelSpec
 from shardwright.program import KnownProgram, known_programs
@@ -17,6 +18,11 @@ OLD_DEVICES = ("A100", "V100")
 FUSED_CLAMP = "26.06"
 """Release of Megatron-Bridge from which on gpt-oss's clamped activation is one kernel, as its step times
 suggest: before, each token took longer by as much at any length of sequence."""
+
+
+TP_UNDER_GRADIENTS = 2022
+"""Year from which on Megatron-LM reduces gradients over tp under the product for those of weights, as does
+what was rebased on it since; tables without a date are taken for later. BigScience's fork is of 2021."""
 
 
 def program_of_row(row: Row) -> tuple[KnownProgram, tuple[str, ...]]:
@@ -46,4 +52,12 @@ def options_of_row(row: Row, model: ModelSpec) -> str:
     release = re.match(r"2[0-9]\.[0-9]{2}", row["release_or_date"])
     if model.attention_sinks and release and release[0] < FUSED_CLAMP:
         words.append("unfused clamp")
+    year = re.match(r"(20[0-9]{2})", row["release_or_date"])
+    plain = "Megatron-LM" in row["framework"]
+    if (plain and year and int(year[1]) >= TP_UNDER_GRADIENTS) or not row["release_or_date"]:
+        words.append("tp under gradients")
+    if plain and ("PTD-P" in row["framework"] or "tp under gradients" in words):
+        words.append("scatters")
+    if trades_hide(row):
+        words.append("trades hide")
     return " ".join(words)

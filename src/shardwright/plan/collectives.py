@@ -30,6 +30,9 @@ TREE, LOGARITHMIC = 0.92, 0.75
 """The same of trees, and of NCCL's logarithmic all-gather (PAT). Source: as above."""
 
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+
+
 class Cost(NamedTuple):
     """Of one algorithm: a launch [s], a byte of payload [s/B], and the root of a byte [s/sqrt(B)]."""
 
@@ -82,20 +85,24 @@ class Route:
     corrections: Mapping[str, Correction] = field(default_factory=dict)  # of the collectives measured
 
     @cached_property
+    def alone(self) -> bool:
+        """Whether no group has a second member."""
+        degree = self.degree if self.index is None else self.degree[self.index]
+        return bool((degree == 1).all())
+
+    @cached_property
     def costs(self) -> Mapping[str, tuple[Cost, ...]]:
         """Algorithms of every collective, those left out that another beats at any size."""
+        if (self.degree == 1).all():
+            none = np.zeros(self.degree.shape)
+            return dict.fromkeys(COLLECTIVES, (Cost(none, none, none),))
         gather = (_ring(self, 1), _ring(self, 1, small=True), _logarithmic(self))
         both = (
             *(_ring(self, 2), _ring(self, 2, small=True), _tree(self), _tree(self, small=True)),
             *(_hierarchical(self), _in_switches(self)),
         )
-        found = {
-            "all_gather": gather,
-            "reduce_scatter": gather,
-            "all_reduce": both,
-            "all_to_all": (_trade(self), _trade(self, small=True)),
-            "send": (_hop(self), _hop(self, small=True)),
-        }
+        trades, hops = ((way(self), way(self, small=True)) for way in (_trade, _hop))
+        found = dict(zip(COLLECTIVES, (gather, gather, both, trades, hops), strict=True))
         return {name: self._useful(costs) for name, costs in found.items()}
 
     def _useful(self, costs: tuple[Cost, ...]) -> tuple[Cost, ...]:
@@ -232,6 +239,9 @@ def collective_time(collective: str, payload_bytes: ArrayLike, launches: ArrayLi
     Source: shared FORMULAE 4.2 to 4.4.
     """
     payload, count = np.asarray(payload_bytes, np.float64), np.asarray(launches, np.float64)
+    if route.alone:
+        places = route.degree if route.index is None else route.index
+        return np.zeros(np.broadcast_shapes(payload.shape, count.shape, places.shape))
     times = (_time(cost, payload, count, route) for cost in route.costs[collective])
     return route.corrected(collective, reduce(np.minimum, times), payload, count)
 

@@ -210,6 +210,8 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
     Source: shared FORMULAE 5.
     """
     light, launch = _light(model, job.precision, kind), device.launch * job.program.launches
+    if job.program.launches > 1:  # products wait as long
+        device = device.model_copy(update={"launch": launch})
     per_element = ELEMENT_BYTES[job.precision] / memory_rate(device) * job.program.light_traffic
     split = split_products(model, job, device, kind, work.tokens, work.tp)
     whole = whole_products(model, job, device, kind, work.tokens / work.by_sequence)

@@ -57,7 +57,8 @@ def forward_passes(table: LayoutTable) -> Floats:
 def nodes_of_a_token(model: ModelSpec, nodes: ArrayLike) -> Floats:
     """Nodes, of so many that share out the experts evenly, that hold one of a token's experts, on average.
 
-    Uniform routing: N (1 - C(E - E/N, k) / C(E, k)). Node-limited routing caps it at the groups it may use.
+    Uniform routing: N (1 - C(E - E/N, k) / C(E, k)). Node-limited routing caps it at the nodes of the groups
+    it may use: as many as these where a node has one group, fewer where it has several.
     """
     moe = model.moe
     assert moe is not None, "a model with experts"
@@ -65,7 +66,11 @@ def nodes_of_a_token(model: ModelSpec, nodes: ArrayLike) -> Floats:
     elsewhere = moe.experts - moe.experts / count
     missed = np.prod([np.maximum(elsewhere - j, 0) / (moe.experts - j) for j in range(moe.top_k)], axis=0)
     found = count * (1 - missed)
-    return np.asarray(np.minimum(found, moe.top_groups) if moe.groups > 1 else found)
+    if moe.groups == 1:
+        return np.asarray(found)
+    others = moe.groups - np.maximum(moe.groups / count, 1.0)
+    without = [np.maximum(others - j, 0) / (moe.groups - j) for j in range(moe.top_groups)]
+    return np.asarray(np.minimum(found, np.minimum(count, moe.groups) * (1 - np.prod(without, axis=0))))
 
 
 def tensor_rounds(model: ModelSpec, table: LayoutTable) -> Floats:

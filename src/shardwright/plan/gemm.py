@@ -15,6 +15,8 @@ TILES = (
 )  # fmt: skip
 """Rows and columns of an output tile, and its rate over that of the largest. Source: shared FORMULAE 5.3."""
 
+_TILE_COLUMNS = np.array(TILES).T
+
 SPLIT_TILE = (128, 0.95)
 """Edge and rate of the tile by which the inner dimension is shared out, where tiles are few."""
 
@@ -69,13 +71,11 @@ def memory_rate(device: Device) -> float:
 
 def _padded_outputs(m: Floats, n: Floats, groups: Floats, sms: int) -> Floats:
     """Outputs that would take as long at the full rate: those of whole waves of the best tile."""
-    rows = {edge: np.ceil(m / edge) * groups / sms for edge in {tile[0] for tile in TILES}}
-    columns = {edge: np.ceil(n / edge) for edge in {tile[1] for tile in TILES}}
-    best: Floats | float = np.inf
-    for height, width, speed in TILES:
-        waves = np.ceil(rows[height] * columns[width] - 1e-9)  # a whole number of waves may round up
-        best = np.minimum(best, waves * (height * width * sms / speed))
-    return np.asarray(best)
+    axes = (1,) * max(m.ndim, n.ndim, groups.ndim)
+    heights, widths, speeds = (column.reshape(-1, *axes) for column in _TILE_COLUMNS)
+    tiles = np.ceil(m / heights) * groups / sms * np.ceil(n / widths)
+    waves = np.ceil(tiles - 1e-9)  # a whole number of waves may round up
+    return np.asarray((waves * (heights * widths * sms / speeds)).min(axis=0))
 
 
 def _split_work(m: Floats, n: Floats, k: Floats, groups: Floats, device: Device, rate: float) -> Floats:

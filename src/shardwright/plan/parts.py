@@ -98,11 +98,18 @@ def part_times(
 
 
 def hop_time(model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route]) -> Floats:
-    """Passing one microbatch's residual stream to the next stage [s]; without a pipeline, 0."""
-    by_sequence = np.where(table.sp == 1, table.tp, 1)
+    """Passing one microbatch's residual stream to the next stage [s]; without a pipeline, 0.
+
+    With sp a rank has a part of it; a program may have ranks of tp without sp send a part each, too.
+    """
+    parted = (table.sp == 1) | job.program.hops_split
     tokens = table.micro_batch * job.seq / table.cp
-    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens / by_sequence
-    return np.where(table.pp > 1, collective_time("send", vector, 1, routes["pp"]), 0.0)
+    vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
+    hop = collective_time("send", vector / np.where(parted, table.tp, 1), 1, routes["pp"])
+    if job.program.hops_split:
+        gathered = collective_time("all_gather", vector, 1, routes["tp"])
+        hop = hop + np.where(table.sp == 1, 0.0, gathered)
+    return np.where(table.pp > 1, hop, 0.0)
 
 
 def beyond(communication: Floats, computation: Floats, overlap: float) -> Floats:
@@ -132,14 +139,21 @@ def _block(
         weight_gradients=times.weight_gradients,
         tp=_tensor_time(model, job, table, routes["tp"], work.tokens, rounds),
         cp=_context_time(model, job, table, routes["cp"], work.tokens, times, device.overlap),
-        ep=_experts_time(model, job, table, routes) if kind == "experts" else 0.0,
+        ep=_experts_time(model, job, table, routes, times.forward + times.backward + again)
+        if kind == "experts"
+        else 0.0,
         host=_offload_time(model, job, device, table, times, kind),
     )
 
 
-def _experts_time(model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route]) -> Floats:
-    """Tokens to their experts and back, and gathered over ranks that split an expert."""
+def _experts_time(
+    model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route], computation: Floats
+) -> Floats:
+    """Tokens to their experts and back, as far as the block's ``computation`` for another microbatch does not
+    hide them, and gathered over ranks that split an expert."""
     trades = dispatch_time(model, job, table, routes["ep"])
+    if job.program.ep_hidden:
+        trades = beyond(trades, computation, job.program.ep_hidden)
     return job.program.ep_exposed * trades + gather_time(model, job, table, routes["etp"])
 
 

@@ -156,6 +156,10 @@ Values = tuple[float, ...]
 def _on_distinct(times: Callable[..., ProductTimes], *columns: ArrayLike) -> ProductTimes:
     """``times`` at every combination of the columns' distinct values, spread over their common shape."""
     arrays = [np.asarray(column) for column in columns]
+    if all(array.size == 1 for array in arrays):  # a single layout
+        shape = np.broadcast_shapes(*(array.shape for array in arrays))
+        one = times(*(tuple(array.ravel().tolist()) for array in arrays))
+        return ProductTimes(*(part.reshape(shape) for part in one))
     found = [np.unique(array, return_inverse=True) for array in arrays]
     index = tuple(row.reshape(array.shape) for (_, row), array in zip(found, arrays, strict=True))
     grid = times(*(tuple(values.tolist()) for values, _ in found))

@@ -6,7 +6,7 @@ from typing import Any
 from shardwright.cluster import Cluster
 from shardwright.errors import LayoutError
 from shardwright.job import Job
-from shardwright.layout import Fault, Layout, faults, model_faults
+from shardwright.layout import Fault, Layout, empty_stage_fault, faults, model_faults
 from shardwright.model import ModelSpec
 from shardwright.plan.memory import host_bytes
 from shardwright.plan.schedule import why_not
@@ -40,6 +40,8 @@ def _broken(values: Mapping[str, Any], model: ModelSpec, job: Job, cluster: Clus
             yield Fault("layout", str(contradiction).removeprefix("layout: "))
     yield from faults(layout, job, cluster)
     yield from (fault for fault in model_faults(layout, model, job) if enough or fault.code != "stage_layers")
+    if enough and (fault := empty_stage_fault(layout.stage_layers, layout.schedule, layout.chunks)):
+        yield Fault("stages", fault)
     if layout.pp > 1 and layout.schedule != "none":
         fault = why_not(layout.schedule, layout.pp, layout.chunks, layout.microbatches)
         if fault:

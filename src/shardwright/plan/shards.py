@@ -61,10 +61,10 @@ def weighted_elements(
     model: ModelSpec, table: LayoutTable, weights: Sequence[Weight], adapters: Adapters = NO_ADAPTERS
 ) -> list[Mapping[str, UnitElements]]:
     """The same for several weights at once."""
-    tensors = unit_tensors(model, adapters)
+    alike = alike_tensors(model, adapters)
     found = {
         kind: _elements(
-            tensors[kind], model, table, table.expert_shard if kind == EXPERTS else table.shard, weights
+            alike[kind], model, table, table.expert_shard if kind == EXPERTS else table.shard, weights
         )
         for kind in UNIT_KINDS
     }
@@ -80,10 +80,10 @@ def factored_elements(
     ``padded`` is not all shards together: columns are repeated.
     """
     found = {}
-    for kind, tensors in unit_tensors(model, adapters).items():
+    for kind, unit in alike_tensors(model, adapters).items():
         degree = table.expert_shard if kind == EXPERTS else table.shard
         whole, held = np.zeros((1,) * degree.ndim), np.zeros((1,) * degree.ndim)
-        for tensor, count in _alike(tensors):
+        for tensor, count in unit.groups:
             each = count * weight(tensor)
             whole = whole + each * _factors(tensor, model, table, np.ones_like(degree))
             held = held + each * _factors(tensor, model, table, degree)
@@ -148,8 +148,31 @@ def unit_tensors(model: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> Mapping[
     return found
 
 
+class Alike(NamedTuple):
+    """Tensors of a unit of different shapes, splits and roles, how many there are of each, and the share of
+    the unit's last one in it."""
+
+    groups: tuple[tuple[Tensor, int], ...]
+    last_share: float
+
+
+@cache
+def alike_tensors(model: ModelSpec, adapters: Adapters = NO_ADAPTERS) -> Mapping[str, Alike]:
+    """``unit_tensors``, those of a kind together."""
+    return {kind: _alike(tensors) for kind, tensors in unit_tensors(model, adapters).items()}
+
+
+def _alike(tensors: tuple[Tensor, ...]) -> Alike:
+    groups: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.shape, tensor.role, *sorted(tensor.splits.items()))
+        groups.setdefault(key, []).append(tensor)
+    share = tensors[-1].numel / sum(tensor.numel for tensor in tensors) if tensors else 0.0
+    return Alike(tuple((group[0], len(group)) for group in groups.values()), share)
+
+
 def _elements(
-    tensors: tuple[Tensor, ...],
+    unit: Alike,
     model: ModelSpec,
     table: LayoutTable,
     shard: Ints,
@@ -157,7 +180,7 @@ def _elements(
 ) -> list[UnitElements]:
     none: Floats = np.zeros((1,) * shard.ndim)
     whole, held = [none] * len(weights), [none] * len(weights)
-    for tensor, count in _alike(tensors):
+    for tensor, count in unit.groups:
         rows, width = local_shape(tensor, model, table.tp, table.ep, table.etp)
         numel, kept = rows * width, np.ceil(rows / shard) * width
         if "ep" in tensor.splits:
@@ -166,18 +189,7 @@ def _elements(
             each = count * weight(tensor)
             if each:
                 whole[n], held[n] = whole[n] + each * numel, held[n] + each * kept
-    numel_of_unit = sum(tensor.numel for tensor in tensors)
-    share = tensors[-1].numel / numel_of_unit if tensors else 0.0
-    return [UnitElements(w, h, h * shard, share) for w, h in zip(whole, held, strict=True)]
-
-
-def _alike(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, int]]:
-    """Tensors of different shapes, splits and roles, and how many there are of each."""
-    groups: dict[tuple[object, ...], list[Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.shape, tensor.role, *sorted(tensor.splits.items()))
-        groups.setdefault(key, []).append(tensor)
-    return [(group[0], len(group)) for group in groups.values()]
+    return [UnitElements(w, h, h * shard, unit.last_share) for w, h in zip(whole, held, strict=True)]
 
 
 def local_shape(

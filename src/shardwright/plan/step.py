@@ -240,7 +240,10 @@ def idle_time(
     uneven, hop = stage_unevenness(table, model), hop_time(model, job, table, routes)
     busy, forward, weight = pace
     times = (forward * uneven, (busy - forward - weight) * uneven, weight * uneven, hop)
-    return by_schedule(table.schedule, idle, table.pp, table.chunks, table.microbatches, *times)
+    bubble = by_schedule(table.schedule, idle, table.pp, table.chunks, table.microbatches, *times)
+    if job.program.hops_block:
+        bubble = bubble + np.where(table.chunks > 1, table.microbatches * table.chunks * hop, 0.0)
+    return bubble
 
 
 def updated_elements(

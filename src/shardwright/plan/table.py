@@ -138,6 +138,9 @@ def distinct(*columns: Ints) -> tuple[list[tuple[int, ...]], NDArray[np.intp]]:
     Rows of a list often stand in runs of equal ones, so that only the first of each run is sorted. Values are
     not negative.
     """
+    if all(column.size == 1 for column in columns):  # a single layout
+        row = tuple(int(column.item()) for column in columns)
+        return [row], np.zeros((1,) * max(column.ndim for column in columns), dtype=np.intp)
     key: Ints = np.zeros((1,) * columns[0].ndim, dtype=np.int64)
     sizes = [int(column.max(initial=0)) + 1 for column in columns]
     for column, size in zip(columns, sizes, strict=True):

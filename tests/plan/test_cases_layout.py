@@ -29,6 +29,7 @@ from shardwright.plan.schedule import why_not
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.step import mfu, step_time, tokens_per_second_per_device
 from shardwright.plan.table import table_of
+from shardwright.program import known_program
 from shardwright.units import GB, GiB
 
 H100_96 = "h100-96"
@@ -87,14 +88,18 @@ def test_b1_context_doubles_with_the_sequence_at_the_same_memory():
     assert held[0] + more == pytest.approx(83.9 * GiB, rel=0.06)
 
 
+COMPILED_TITAN = known_program("torchtitan").program("torch.compile")
+"""What ran the larger ones; H100_96 is fitted to its runs, so that they are no predictions."""
+
+
 def test_b1_405b_on_512_gpus_by_sequence():
     """torchtitan's benchmarks: 32k to 256k with cp 1 to 8: 76, 47, 31 and 16 tokens/s."""
-    model, cluster = preset("llama-3.1-405b"), cluster_of(H100_96, 512)
+    model, cluster = preset("llama-3.1-405b"), cluster_of(H100_96, 512, fitted=True)
     found = speeds(
         model, cluster,
         *(
             (
-                Job(seq=seq, global_batch=8 * dp, precision="fp8"),
+                Job(seq=seq, global_batch=8 * dp, precision="fp8", program=COMPILED_TITAN),
                 layout_of(
                     126, pp=8, dp_shard=dp, cp=cp, tp=8, schedule="1F1B", microbatches=8, recompute="full"
                 ),
@@ -102,16 +107,16 @@ def test_b1_405b_on_512_gpus_by_sequence():
             for dp, cp, seq in CP_ON_8
         ),
     )  # fmt: skip
-    assert found == sorted(found, reverse=True)
-    assert found[0] / found[3] == pytest.approx(76 / 16, rel=0.4)
+    assert found == pytest.approx([76, 47, 31, 16], rel=0.15)
 
 
 def test_b1_70b_on_256_gpus():
-    """torchtitan's benchmarks: dp_shard 32, tp 8, 16 sequences a rank, full recomputation: 829 tokens/s."""
-    model, cluster = preset("llama-3.1-70b"), cluster_of(H100_96, 256)
+    """torchtitan's benchmarks: dp_shard 32, tp 8, 16 sequences a rank, full recomputation, fp8: 829 tokens/s."""
+    model, cluster = preset("llama-3.1-70b"), cluster_of(H100_96, 256, fitted=True)
     layout = layout_of(dp_shard=32, tp=8, micro_batch=16, recompute="full")
-    (found,) = speeds(model, cluster, (Job(seq=8192, global_batch=512), layout))
-    assert found == pytest.approx(829, rel=0.2)
+    job = Job(seq=8192, global_batch=512, precision="fp8", program=COMPILED_TITAN)
+    (found,) = speeds(model, cluster, (job, layout))
+    assert found == pytest.approx(829, rel=0.1)
 
 
 PIPED_405B = {"pp": 8, "dp_shard": 8, "tp": 8, "microbatches": 32, "recompute": "full"}

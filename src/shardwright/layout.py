@@ -49,8 +49,8 @@ HOST_OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
 """Optimizers whose update the runtime can make on the host: element by element, without other ranks."""
 
 
-LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules in which a rank of pp has every pp-th stage."""
+EMPTY_ENDS = "Interleaved1F1B"
+"""The schedule whose first and last stage may be without layers: the ledger holds for it."""
 
 
 class Layout(Description):
@@ -224,11 +224,11 @@ def empty_stage_fault(stage_layers: Sequence[int], schedule: str, chunks: int) -
 
     Source: Llama 3, arXiv:2407.21783, section 3.3.2, whose pipeline ends so.
     """
-    if min(stage_layers, default=1) > 0 or (schedule in LOOPED and chunks > 1):
+    if min(stage_layers, default=1) > 0 or (schedule == EMPTY_ENDS and chunks > 1):
         return None
     return (
         f"stage_layers={list(stage_layers)} leaves a rank without layers at chunks={chunks} of "
-        f"schedule={schedule!r}: give the ends layers, or use {' or '.join(LOOPED)} with chunks of 2 and more"
+        f"schedule={schedule!r}: give the ends layers, or use {EMPTY_ENDS} with chunks of 2 and more"
     )
 
 

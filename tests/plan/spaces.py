@@ -120,7 +120,7 @@ def _every_pipeline(pp, layers, microbatches):
                 stages = pp * chunks
                 if stages <= layers:
                     found.add((name, chunks, stage_layers(layers, stages)))
-                if name in ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble") and chunks > 1:
+                if name == "Interleaved1F1B" and chunks > 1:
                     found.update(
                         (name, chunks, (0, *(n,) * (stages - 2), 0))
                         for n in (1, 2)

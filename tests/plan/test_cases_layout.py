@@ -111,7 +111,7 @@ def test_b1_405b_on_512_gpus_by_sequence():
 
 
 def test_b1_70b_on_256_gpus():
-    """torchtitan's benchmarks: dp_shard 32, tp 8, 16 sequences a rank, full recomputation, fp8: 829 tokens/s."""
+    """torchtitan's benchmarks: dp_shard 32, tp 8, 16 sequences, full recomputation, fp8: 829 tokens/s."""
     model, cluster = preset("llama-3.1-70b"), cluster_of(H100_96, 256, fitted=True)
     layout = layout_of(dp_shard=32, tp=8, micro_batch=16, recompute="full")
     job = Job(seq=8192, global_batch=512, precision="fp8", program=COMPILED_TITAN)

@@ -11,7 +11,7 @@ from shardwright.job import Job
 from shardwright.model import preset
 from shardwright.plan.activations import block_activations
 from shardwright.plan.memory import device_memory
-from shardwright.plan.moments import timeline
+from shardwright.plan.moments import in_two_passes, timeline
 from shardwright.plan.params import parameter_table
 from shardwright.plan.shards import EXPERTS as EXPERT_UNIT
 from shardwright.plan.shards import unit_elements, unit_tensors
@@ -40,6 +40,10 @@ def whole_space(model, job, ranks=4):
 
 SAME = 1 + 2e-3
 
+MADE_AGAIN = 1 + 6e-3
+"""In two passes apart: the one for weights makes a block again beside what waits for it, while the other
+blocks in flight keep all they did."""
+
 KINDS_OF_MODELS = [*(model.model_copy(update={"layers": 3}) for model in (SPEC, EXPERTS)), MIXED]
 
 
@@ -49,8 +53,9 @@ def test_offload_parts_of_the_loss_and_recomputation_never_take_memory(model, pr
     """Of every second layer recomputed, a mean block's saved tensors lie between; the peak may be a moment of
     a single block, which recomputes or not. Which flight of a pipeline is the fullest is decided without the
     buffers of a moment."""
-    _, device, meshes = whole_space(model, Job(seq=512, global_batch=4, precision=precision))
+    table, device, meshes = whole_space(model, Job(seq=512, global_batch=4, precision=precision))
     assert len(meshes) > 100
+    apart = in_two_passes(table)
     for rows in meshes:
         for (recompute, every, chunks, offload), row in rows.items():
             less = [rows[recompute, every, 8, offload], rows[recompute, every, chunks, offload | 1]]
@@ -60,7 +65,7 @@ def test_offload_parts_of_the_loss_and_recomputation_never_take_memory(model, pr
         for chunks, offload in product((1, 8), (0, 1)):
             none, half, full = (device[rows[(*kind, chunks, offload)]] for kind in ((0, 1), (2, 2), (2, 1)))
             assert full <= half * SAME
-            assert half <= none * SAME
+            assert half <= none * (MADE_AGAIN if apart[rows[2, 2, chunks, offload]] else SAME)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])

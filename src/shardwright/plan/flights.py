@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats
@@ -35,18 +36,60 @@ class Flight(NamedTuple):
     past: Floats
 
 
+NO_BLOCK = 1e-9
+"""Share of the blocks' gradients when a stage has some that has no block: not 0, as before the first."""
+
+
+class More(NamedTuple):
+    """What a rank whose stages are unlike has in flight beyond what a mean block gives, at its three points
+    and with a block, the head or a pass apart at work [3, 3, B]; minus infinity where there is no such
+    moment; the same of ``reducing`` and ``pending`` [B]. ``blocks`` and ``reducing`` in bytes, of each token
+    to begin with; outputs in numbers of a stage's. ``past``: the share of the rank's blocks in the stage that
+    is the first to have gradients. ``most``: of a block in a pass for inputs, besides what it keeps, for each
+    token; ``plain``: that one is not recomputed, in rows that recompute some."""
+
+    blocks: Floats
+    outputs: Floats
+    past: Floats
+    reducing: Floats
+    reducing_outputs: Floats
+    pending: Floats
+    most: Floats
+    plain: NDArray[np.bool_]
+
+    def of_tokens(self, tokens: Floats) -> "More":
+        """The same in bytes, of so many tokens."""
+        return self._replace(blocks=self.blocks * tokens, reducing=self.reducing * tokens)
+
+
 NOTHING_ELSE = Flight("alone", np.zeros(1), np.zeros(1), np.zeros(1))
 
 
 def flights(stage: Stage, kept: Kept) -> list[Flight]:
     """The points of a rank that may be its fullest, ``first``, ``second`` and ``steady`` of ``FlightPoints``;
     those left out that hold less than another in every row."""
-    outputs = _outputs(stage, kept)
-    first, second, steady, heads, *_ = stage.flight
+    first, steady = stage.flight.first, stage.flight.steady
     if (stage.stages == 1).all() and (steady == first).all():
         return [
-            Flight("most in flight", (first - 1) * kept.blocks + first * outputs, np.zeros(1), np.ones(1))
+            Flight(
+                "most in flight",
+                (first - 1) * kept.blocks + first * _outputs(stage, kept),
+                np.zeros(1),
+                np.ones(1),
+            )
         ]
+    found = _points(stage, kept)
+    held = [_held(each, kept.gradients) for each in found]
+    return [
+        flight
+        for flight, own in zip(found, held, strict=True)
+        if not any((own + kept.slack < other).all() for other in held)
+    ]
+
+
+def _points(stage: Stage, kept: Kept) -> list[Flight]:
+    outputs = _outputs(stage, kept)
+    first, second, steady, heads, *_ = stage.flight
     points = (
         ("first backward pass", first, 0.0 * first, heads - 1),
         ("second backward pass", second, 1 / stage.stages, heads - 2),
@@ -62,12 +105,26 @@ def flights(stage: Stage, kept: Kept) -> list[Flight]:
         past_head = stage.head * np.maximum(heads_past, 0.0)
         others = (in_flight - 1) * kept.blocks + in_flight * outputs + past_head * kept.head
         found.append(Flight(name, others, past_head * kept.logits, past))
-    held = [_held(each, kept.gradients) for each in found]
-    return [
-        flight
-        for flight, own in zip(found, held, strict=True)
-        if not any((own + kept.slack < other).all() for other in held)
-    ]
+    return found
+
+
+def flights_at(
+    stage: Stage, kept: Kept, more: More | None
+) -> tuple[Sequence[Flight], Sequence[Flight], Sequence[Flight]]:
+    """``flights`` while a block, the head or one of two passes apart is at work: the same where the rank's
+    stages are alike."""
+    if more is None:
+        alike = flights(stage, kept)
+        return alike, alike, alike
+    found = _points(stage, kept)
+    found[1] = found[1]._replace(past=np.maximum(more.past, NO_BLOCK))
+    beyond = more.blocks + more.outputs * kept.output
+    of_place = (
+        [flight._replace(others=flight.others + beyond[point, place]) for point, flight in enumerate(found)]
+        for place in range(3)
+    )
+    at_block, at_head, apart = of_place
+    return at_block, at_head, apart
 
 
 def _outputs(stage: Stage, kept: Kept) -> Floats:
@@ -112,7 +169,11 @@ def tails(stage: Stage, kept: Kept) -> list[tuple[Flight, Floats]]:
     return found
 
 
-def remaining(stage: Stage, kept: Kept) -> Floats:
+def remaining(stage: Stage, kept: Kept, more: More | None) -> Floats:
     """Bytes of the microbatches in flight when the gradients of a rank's first chunk are reduced."""
     outputs = _outputs(stage, kept)
-    return np.asarray(stage.flight.reducing * (kept.blocks + outputs) + stage.flight.pending * kept.waits)
+    left = stage.flight.reducing * (kept.blocks + outputs) + stage.flight.pending * kept.waits
+    if more is None:
+        return np.asarray(left)
+    beyond = more.reducing + more.reducing_outputs * kept.output + more.pending * kept.waits
+    return np.asarray(left + beyond)

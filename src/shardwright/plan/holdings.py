@@ -25,7 +25,7 @@ from shardwright.plan.activations import (
     activations_of,
     rotary_table_bytes,
 )
-from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, flights, remaining, tails
+from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, More, flights_at, remaining, tails
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import (
     EXPERT_BLOCK,
@@ -107,6 +107,8 @@ class RankStep:
     saved: Floats  # of one block, the mean
     resident: NDArray[np.bool_]  # saved tensors stay on the device
     flights: Sequence[Flight]  # of a pipeline: what else is there at the points that may be its fullest
+    head_flights: Sequence[Flight]  # the same, while the head is at work
+    apart_flights: Sequence[Flight]  # the same, in one of two passes apart
     flight: Flight  # the one looked at
     reducing: Floats  # of microbatches in flight when the gradients of a first stage are reduced
     reduced: Floats  # ``past`` at that time
@@ -290,8 +292,9 @@ def rank_step(
     units: Mapping[str, Amounts],
     means: Means,
     stage: Stage,
+    more: More | None = None,
 ) -> RankStep:
-    """``units``: bytes of one unit of each kind."""
+    """``units``: bytes of one unit of each kind; ``more``: of a rank whose stages are unlike."""
     element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
     tokens = table.micro_batch * job.seq / table.cp
     saved = means.saved * tokens
@@ -321,6 +324,7 @@ def rank_step(
         gradients=stage.blocks * mean.whole,
         slack=stage.head * (units[HEAD].whole + units[HEAD].fresh) + stage.blocks * mean.fresh,
     )
+    at_block, at_head, apart = flights_at(stage, kept, more and more.of_tokens(tokens))
     return RankStep(
         table=table,
         layers=stage.blocks,
@@ -335,14 +339,16 @@ def rank_step(
         tokens=tokens,
         saved=saved,
         resident=resident,
-        flights=flights(stage, kept),
+        flights=at_block,
+        head_flights=at_head,
+        apart_flights=apart,
         flight=NOTHING_ELSE,
-        reducing=remaining(stage, kept),
+        reducing=remaining(stage, kept, more and more.of_tokens(tokens)),
         reduced=stage.flight.reduced,
         stages=stage.stages,
         apart=np.where((stage.stages == 1) & (stage.embedding > 0), 0.0, stage.flight.apart),
         tails=tails(stage, kept),
-        apart_bytes=means.most,
+        apart_bytes=means.most if more is None else more.most,
         settled=stage.flight.settled,
         waits=means.waits,
         left=means.left,

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.plan.activations import BlockActivations, Kind
+from shardwright.plan.flights import More
 from shardwright.plan.holdings import BlockKinds, Means, RankStep
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats, LayoutTable
@@ -30,6 +31,7 @@ class Variant(NamedTuple):
     weights: Floats
     row: NDArray[np.intp]
     valid: NDArray[np.bool_]
+    plain: bool = False  # not recomputed, in rows that recompute others
 
 
 def variants_of(
@@ -53,7 +55,10 @@ def variants_of(
         ways = [(own.row, looked_at)]
         if some.any():
             ways.append((own.plain, looked_at & some))
-        variants += [Variant(own.kinds, own.moments, own.weights, *way) for way in ways]
+        variants += [
+            Variant(own.kinds, own.moments, own.weights, *way, plain=place > 0)
+            for place, way in enumerate(ways)
+        ]
         share = 1.0 if len(kinds) == 1 else blocks / stage.blocks
         saved = saved + share * own.saved_bytes
         if in_two_passes:
@@ -62,6 +67,14 @@ def variants_of(
             for row, valid in ways:
                 most = np.maximum(most, np.where(valid, own.apart[row, 0], -np.inf))
     return variants, Means(saved, waits, left, most)
+
+
+def in_passes_apart(variants: Sequence[Variant], more: More | None) -> Sequence[Variant]:
+    """Those that passes for weights go through: of a rank whose stages are unlike, as many in flight as there
+    are go with one of them alone."""
+    if more is None:
+        return variants
+    return [each._replace(valid=each.valid & (~more.plain if not each.plain else True)) for each in variants]
 
 
 def each_inside(merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Iterator[Inside]:

@@ -51,12 +51,14 @@ from shardwright.plan.inside import (
     Inside,
     each_inside,
     each_weights,
+    in_passes_apart,
     variants_of,
     worst_inside,
     worst_weights,
 )
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats, LayoutTable, Number, added
+from shardwright.plan.uneven import more_in_flight
 
 RUNNING_LOSS_BYTES = 8
 """The loss of earlier microbatches, fp64."""
@@ -70,11 +72,18 @@ def timeline(
     """
     kinds, units = model_blocks(model, job, table), unit_amounts(model, job, table)
     variants, means = variants_of(table, kinds, stage)
-    step = rank_step(model, job, table, units, means, stage)
-    every = [_Flights(flight, flight, flight, flight) for flight in step.flights]
+    more = more_in_flight(model, table, stage, kinds, means)
+    step, apart_ones = (
+        rank_step(model, job, table, units, means, stage, more),
+        in_passes_apart(variants, more),
+    )
+    every = [
+        _Flights(at_head, in_block, apart, apart)
+        for in_block, at_head, apart in zip(step.flights, step.head_flights, step.apart_flights, strict=True)
+    ]
     insides = _Insides(
         lambda role: each_inside(merges_at_once(step, role), variants),
-        lambda merges: each_weights(np.full((1,) * table.pp.ndim, merges), variants),
+        lambda merges: each_weights(np.full((1,) * table.pp.ndim, merges), apart_ones),
         each=True,
     )
     for apart in (False, True)[: 1 + in_two_passes(table).all()]:
@@ -115,7 +124,11 @@ def peak_terms(
     rows ``in_two_passes`` alone, which are left out otherwise.
     """
     variants, means = variants_of(table, kinds, stage)
-    step = rank_step(model, job, table, units, means, stage)
+    more = more_in_flight(model, table, stage, kinds, means)
+    step, apart_ones = (
+        rank_step(model, job, table, units, means, stage, more),
+        in_passes_apart(variants, more),
+    )
     plain = worst_inside(step, np.zeros_like(table.micro_batch, dtype=bool), variants)
 
     def worst(role: Role) -> list[Inside]:
@@ -124,7 +137,7 @@ def peak_terms(
 
     @cache
     def weights(merges: bool) -> list[Inside]:
-        return [worst_weights(step, np.full((1,) * table.pp.ndim, merges), variants)]
+        return [worst_weights(step, np.full((1,) * table.pp.ndim, merges), apart_ones)]
 
     insides = _Insides(worst, weights, each=False)
     present = [role for role in roles_of(table) if role.valid.any()]
@@ -180,16 +193,16 @@ class _Flights(NamedTuple):
 
 def _fullest(step: RankStep, *, apart: bool) -> _Flights:
     """``apart``: the last two are asked for, else the first two."""
-    if len(step.flights) == 1:
-        (only,) = step.flights
-        return _Flights(only, only, only, only)
+    if len(step.flights) == len(step.head_flights) == len(step.apart_flights) == 1:
+        (in_block,), (at_head,), (turn,) = step.flights, step.head_flights, step.apart_flights
+        return _Flights(at_head, in_block, turn, turn)
     gradients = step.layers * step.mean.whole
     if not apart:
         in_block = fullest(step.flights, gradients)
-        return _Flights(fullest(step.flights, gradients, step.head.whole), in_block, in_block, in_block)
+        return _Flights(fullest(step.head_flights, gradients, step.head.whole), in_block, in_block, in_block)
     left = 0.0 if step.merges else step.layers * step.mean.fresh + step.head.fresh
-    beginning = fullest(step.flights, gradients, left)
-    ending = fullest([_at_end(step, flight) for flight in step.flights], gradients, left)
+    beginning = fullest(step.apart_flights, gradients, left)
+    ending = fullest([_at_end(step, flight) for flight in step.apart_flights], gradients, left)
     return _Flights(beginning, beginning, ending, beginning)
 
 

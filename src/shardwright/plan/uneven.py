@@ -147,7 +147,12 @@ def _counted(
     own_output = np.array([float(stage != last and stage + 1 not in mine) for stage in mine])
     found, most = np.zeros(_SHAPE), np.full(_SHAPE[:2], -np.inf)
     found[..., _MISSING] = 1.0
-    for point, kind, chunk, in_flight, pending in _moments(schedule, p, v, m, rank, mine):
+    seen = set[tuple[int, ...]]()
+    for point, kind, chunk, flights, waiting in _moments(schedule, p, v, m, rank, mine):
+        if (point, kind, chunk, *flights) in seen:  # as much as then: the first of equal ones stands
+            continue
+        seen.add((point, kind, chunk, *flights))
+        in_flight, pending = np.array(flights, dtype=float), np.array(waiting, dtype=float)
         blocks = of_stage[chunk]
         for place in _places(kind, blocks.sum() > 0, mine[chunk] == last, last in mine):
             at_work = _at_work(blocks) if place != 1 else np.zeros(4)
@@ -187,13 +192,13 @@ def _places(kind: int, has_blocks: bool, is_last: bool, has_last: bool) -> list[
 
 def _moments(
     schedule: str, p: int, v: int, m: int, rank: int, mine: Sequence[int]
-) -> Iterator[tuple[int, int, int, Floats, Floats]]:
+) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
     """Backward passes of a rank: point, kind, chunk, and of each chunk microbatches in flight, the one at
     work with them, and those of which only weights' gradients are to come; and where the first chunk is
     through."""
     order = build_order(schedule, p, v, m)
     rows = slice(int(order.starts[rank]), int(order.starts[rank + 1]))
-    in_flight, pending, left = np.zeros(v), np.zeros(v), [m] * v
+    in_flight, pending, left = [0] * v, [0] * v, [m] * v
     made, added = set[int](), set[int]()
     for kind, stage in zip(order.kind[rows].tolist(), order.stage[rows].tolist(), strict=True):
         chunk = mine.index(stage)

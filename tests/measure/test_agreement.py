@@ -1,8 +1,8 @@
 """Times that the map takes against torch.distributed timed by a loop written out, turn about in one run."""
 
-import statistics
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,10 +18,11 @@ RANKS = 2
 """As many as there are cores where this usually runs: times of more are those of the scheduler."""
 
 ROUNDS = 60
+"""By turns, so that what else runs on the machine meets both; compared is the lower quartile, which it moves
+least."""
 
-TRIES = 4
-"""What else runs on the machine moves one of the two by more than a tenth now and then; a wrong way to take
-time would do it always."""
+TRIES = 2
+"""A wrong way to take time would be off in each."""
 
 
 def by_hand(tensor, repeats):
@@ -56,8 +57,8 @@ def test_all_reduce_is_as_long_as_timed_by_hand(size, tmp_path):
         folder = tmp_path / str(place)
         folder.mkdir()
         found = run_ranks(turn_about, RANKS, size, str(folder))
-        hand, mapped = (statistics.median(slowest([rank[i] for rank in found])) for i in (0, 1))
-        ratios.append(mapped / hand)
+        hand, mapped = (np.quantile(slowest([rank[i] for rank in found]), 0.25) for i in (0, 1))
+        ratios.append(float(mapped / hand))
         if abs(ratios[-1] - 1) < 0.1:
             return
     pytest.fail(f"measured over timed by hand: {ratios}")

@@ -95,7 +95,7 @@ def test_one_slow_pair_of_four_nodes_shows(network):
         for b in range(a):
             four.shape(a, b, 100 if {a, b} == {1, 3} else 800)
 
-    cluster = four.ranks([0, 1, 2, 3], measured, 5.0, 2**20)
+    cluster = four.ranks([0, 1, 2, 3], measured, 8.0, 2**20)
 
     slow = [pair for pair in cluster.map.pairs if {pair.source, pair.target} == {1, 3}]
     others = [pair for pair in cluster.map.pairs if {pair.source, pair.target} != {1, 3}]

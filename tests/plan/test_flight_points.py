@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.plan.flight_points import FlightPoints, flight_points, weight_passes
+from shardwright.plan.flight_points import FlightPoints, flight_points, passes_apart, weight_passes
 from shardwright.plan.schedule import FORWARD, FULL, INPUT, WEIGHT, build_order
 
 CASES = [
@@ -48,6 +48,22 @@ def test_tail_is_that_of_the_order(name, ranks, times):
         assert tail_of(order, rank) == (points.tail_held * 2, points.tail * 2)
         assert points.turn == (rank == ranks - 1)
     assert not flight_points("InterleavedZeroBubble", ranks, 2, ranks * times, 1, 2)[8:10].any()
+
+
+@pytest.mark.parametrize(("name", "chunks", "ranks", "m"), CASES)
+def test_passes_apart_are_those_of_later_stages(name, chunks, ranks, m):
+    """Of a rank's later stages together; behind the first two ranks of DualPipeV there are fewer."""
+    order = build_order(name, ranks, chunks, m)
+    part = float(passes_apart(name, ranks, m))
+    for rank in range(ranks):
+        apart = [stage for kind, stage in actions(order, rank) if kind == WEIGHT]
+        later = {stage for _, stage in actions(order, rank) if stage > 0}
+        assert part > 0 or not apart
+        counted = len([stage for stage in apart if stage > 0])
+        if name == "DualPipeV" and rank > 1:
+            assert counted < part * m * len(later)
+        else:
+            assert counted == pytest.approx(part * m * len(later))
 
 
 def counted(order, rank):

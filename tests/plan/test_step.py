@@ -146,7 +146,7 @@ def test_without_overlap_all_traffic_is_exposed_and_each_collective_once(model, 
 )
 def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, per_node, data):
     """Sends to other stages wait in the bubble; the traffic is that of a rank with most layers and the head,
-    of which there may be none. For what zero-bubble schedules recompute see the next test."""
+    of which there may be none."""
     cluster = with_device(cluster_of("h100-sxm", ranks, per_node), overlap=0.0)
     model = SPEC.model_copy(update={"layers": layers})
     table = table_for(model, cluster)
@@ -155,7 +155,6 @@ def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, pe
     layout = table.layout(row, model.layers)
     found = explanation(plan_of(model, JOB, cluster, layout))
     last = layers // table.pp[row] * table.pp[row] == layers and table.ends[row] == 0
-    last = last and not (table.recompute[row] > 0 and table.schedule[row] in SPLIT_BACKWARD)
     for flow in found["traffic"]:
         if (flow["axis"], flow["collective"]) == ("pp", "send"):
             assert flow["exposed_time"] == 0
@@ -165,10 +164,6 @@ def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, pe
             assert flow["exposed_time"] <= flow["busy_time"] * (1 + 1e-9)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="blocks are recomputed for inputs and for weights: traffic has both, as the program, time one",
-)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_what_is_recomputed_for_weights_takes_time_too(recompute):
     cluster = with_device(cluster_of("h100-sxm", 12, 1), overlap=0.0)
@@ -269,13 +264,16 @@ def test_recomputation_costs_time(model):
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("model", [SPEC, EXPERTS, MIXED])
 def test_neither_offload_nor_parts_of_the_loss_save_time(model, precision):
-    """The search leaves them out until something else is too slow or too large."""
+    """The search leaves them out until something else is too slow or too large. Parts of the loss may make
+    the last rank the busiest: see ``test_a_faster_link_is_never_slower``."""
     table, cluster = flat(model, 4), cluster_of("h100-sxm", 4)
+    apart = np.isin(table.schedule, SPLIT_BACKWARD) & (table.recompute > 0)
+    slack = np.where(at_whole_table(apart, table), 0.03, 1e-12)
     found = step_time(model, JOB.model_copy(update={"precision": precision}), cluster, table)
     time, host = found.time, at_whole_table(found.exposed["host"], table)
     for ways in beside(table, "offload", "loss_chunks"):
         plain = ways.pop((0, 1))
-        assert all(time[row] >= time[plain] * (1 - 1e-12) for row in ways.values())
+        assert all(time[row] >= time[plain] * (1 - slack[plain]) for row in ways.values())
     optimizer = table.offload & 1 == 1
     assert (host[optimizer] > 0).all()
     assert (found.optimizer[optimizer] == 0).all()

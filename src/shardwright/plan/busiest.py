@@ -11,12 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.model import ModelSpec
+from shardwright.plan.flight_points import passes_apart
 from shardwright.plan.parts import Parts
 from shardwright.plan.stages import Work, alike, busiest_ranks
-from shardwright.plan.table import Floats, LayoutTable, added
+from shardwright.plan.table import Floats, LayoutTable, added, by_schedule
 
 INSIDE = ("tp", "cp", "ep", "host")
 """Axes whose communication stands between computations of the same microbatch."""
+
+EVERY = ("forward", "backward", *INSIDE)
+"""All times of a microbatch."""
 
 
 class Spread(NamedTuple):
@@ -35,6 +39,7 @@ class BusiestRank(NamedTuple):
 
     works: tuple[Work, ...]  # of the different ways of sharing out layers, if there is a ``spread``
     parts: Parts
+    apart: Floats  # part of the microbatches that later stages recompute once more, for weights; as ``works``
     which: NDArray[np.intp]
     spread: Spread | None
 
@@ -47,35 +52,57 @@ class BusiestRank(NamedTuple):
 
     def sum(self, *names: str) -> Floats:
         """Some times of all parts that it runs for a microbatch."""
-        return self.pick([work_time(self.parts, work, names) for work in self.works])
+        return self.pick([work_time(self.parts, work, names, self.apart) for work in self.works])
+
+    def again(self, *names: str) -> Floats:
+        """Of these what it recomputes for the gradients of weights."""
+        if self.parts.again is None:
+            return np.zeros((1,) * self.apart.ndim)
+        return self.pick([self.apart * again_time(self.parts, work, names) for work in self.works])
 
 
-def work_time(parts: Parts, work: Work, names: Sequence[str]) -> Floats:
-    """Some times of all parts that a rank runs."""
+def work_time(parts: Parts, work: Work, names: Sequence[str], apart: Floats | float = 0.0) -> Floats:
+    """Some times of all parts that a rank runs; ``apart``: of the microbatches, what it recomputes twice."""
     amounts = [(work.blocks, parts.block), (work.embedding, parts.embedding), (work.head, parts.head)]
     if parts.experts is not None:
         amounts[0] = (work.blocks - work.expert_blocks, parts.block)
         amounts.append((work.expert_blocks, parts.experts))
+    times = [count * added(*(getattr(part, name) for name in names)) for count, part in amounts]
+    if parts.again is not None and np.any(apart):
+        times.append(apart * again_time(parts, work, names))
+    return added(*times)
+
+
+def again_time(parts: Parts, work: Work, names: Sequence[str]) -> Floats:
+    """Some times of recomputing the blocks of a rank that are not of the first stage."""
+    assert parts.again is not None
+    if parts.experts_again is None:
+        return work.later * added(*(getattr(parts.again, name) for name in names))
+    amounts = ((work.later - work.later_experts, parts.again), (work.later_experts, parts.experts_again))
     return added(*(count * added(*(getattr(part, name) for name in names)) for count, part in amounts))
 
 
 def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
     """The rank that all others wait for, in every row, and its seconds for each microbatch."""
     axis, spread = _pipeline_axis(table, parts), None
-    works = busiest_ranks(table, model)
+    works, apart = busiest_ranks(table, model), np.zeros((1,) * table.pp.ndim)
+    if parts.again is not None:
+        apart = by_schedule(table.schedule, passes_apart, table.pp, table.microbatches)
     if axis is not None:
         first, row = alike(table, model)
         works = tuple(Work(*(column.take(first, axis=axis) for column in work)) for work in works)
+        apart = apart.take(first, axis=axis) if apart.shape[axis] > 1 else apart
         spread = Spread(axis, row)
     if (table.pp == 1).all():
         works = works[:1]
-    busy = [work_time(parts, work, ("forward", "backward", *INSIDE)) for work in works]
+    busy = [work_time(parts, work, EVERY, apart) for work in works]
     most = busy[0]
     which = np.zeros((1,) * table.pp.ndim, dtype=np.intp)
     for number, each in enumerate(busy[1:], start=1):
         which = np.where(each > most, number, which)
         most = np.maximum(most, each)
-    return BusiestRank(works, parts, which, spread), most if spread is None else spread.over(most)
+    rank = BusiestRank(works, parts, apart, which, spread)
+    return rank, most if spread is None else spread.over(most)
 
 
 def _pipeline_axis(table: LayoutTable, parts: Parts) -> int | None:

@@ -114,6 +114,18 @@ def _tail(schedule: str, rank: Floats) -> Floats:
     return np.where(rank > 0, rank + 1, 0.0) if schedule == "DualPipeV" else 0.0 * rank
 
 
+def passes_apart(schedule: str, ranks: ArrayLike, microbatches: ArrayLike) -> Floats:
+    """Of the microbatches of a stage behind the first, those whose gradients of weights have a pass of their
+    own, over all; of DualPipeV, those of the first two ranks, which have most.
+
+    Source: as ``weight_passes``.
+    """
+    p, m = (np.asarray(column, dtype=np.float64) for column in (ranks, microbatches))
+    if schedule == "DualPipeV":
+        return np.asarray((p - 1) / m)
+    return np.broadcast_to(float(schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")), (p * m).shape)
+
+
 def weight_passes(
     schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike, rank: ArrayLike
 ) -> Floats:

@@ -5,7 +5,7 @@ tp is exposed, and so are the trades of experts; a ring of keys and values hides
 activations travel under the computation of their block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +25,10 @@ from shardwright.plan.compute import (
 )
 from shardwright.plan.compute import Work as Computation
 from shardwright.plan.experts import dispatch_time, gather_time
+from shardwright.plan.flight_points import passes_apart
 from shardwright.plan.holdings import block_kinds
 from shardwright.plan.placement import routes_of
-from shardwright.plan.table import ColumnMap, Floats, LayoutTable
+from shardwright.plan.table import ColumnMap, Floats, LayoutTable, by_schedule
 from shardwright.plan.traffic import (
     Rounds,
     context_rounds,
@@ -67,17 +68,19 @@ class Part(NamedTuple):
 
 class Parts(NamedTuple):
     """The parts of a model; ``experts`` is a block with experts, if there is one, and ``block`` it too if all
-    have."""
+    have. ``again``: what recomputing ``block`` takes, if schedules do so in a pass for weights too; all of it
+    stands as backward."""
 
     block: Part
     experts: Part | None
     embedding: Part
     head: Part
+    again: Part | None = None
+    experts_again: Part | None = None
 
     def mapped(self, part: ColumnMap) -> "Parts":
         """The same with ``part`` of every time."""
-        experts = None if self.experts is None else self.experts.mapped(part)
-        return Parts(self.block.mapped(part), experts, self.embedding.mapped(part), self.head.mapped(part))
+        return Parts(*(each and each.mapped(part) for each in self))
 
 
 def part_times(
@@ -93,8 +96,11 @@ def part_times(
     by_sequence = np.where(table.sp == 1, table.tp, 1)
     work = Computation(tokens, table.tp, by_sequence, table.cp, table.cp_kind, table.ep, table.etp)
     blocks = [_block(model, job, cluster.device, table, routes, work, kind) for kind in model.block_kinds]
-    experts = blocks[-1] if "experts" in model.block_kinds else None
-    return Parts(blocks[0], experts, *_ends(model, job, cluster.device, table, routes, work))
+    again = _again(model, job, cluster.device, table, routes, work, blocks)
+    ends = _ends(model, job, cluster.device, table, routes, work)
+    if "experts" not in model.block_kinds:
+        return Parts(blocks[0], None, *ends, again[0], None)
+    return Parts(blocks[0], blocks[-1], *ends, again[0], again[-1])
 
 
 def hop_time(model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route]) -> Floats:
@@ -144,6 +150,28 @@ def _block(
         else 0.0,
         host=_offload_time(model, job, device, table, times, kind),
     )
+
+
+def _again(
+    model: ModelSpec,
+    job: Job,
+    device: Device,
+    table: LayoutTable,
+    routes: Mapping[str, Route],
+    work: Computation,
+    blocks: Sequence[Part],
+) -> list[Part | None]:
+    """What blocks take longer if recomputed twice, as passes for inputs and for weights do; None: no row has
+    both such passes and recomputation."""
+    apart = by_schedule(table.schedule, passes_apart, table.pp, table.microbatches)
+    if not (apart.any() and table.recompute.any()):
+        return [None] * len(blocks)
+    table = table._replace(recompute_every=table.recompute_every / 2)
+    found: list[Part | None] = []
+    for kind, block in zip(model.block_kinds, blocks, strict=True):
+        twice = _block(model, job, device, table, routes, work, kind)
+        found.append(Part(*(a - b for a, b in zip(twice, block, strict=True))))
+    return found
 
 
 def _experts_time(

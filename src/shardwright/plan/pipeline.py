@@ -16,6 +16,7 @@ from shardwright.job import Job
 from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.plan.collectives import Route
+from shardwright.plan.flight_points import passes_apart
 from shardwright.plan.parts import Part, Parts, hop_time, part_times
 from shardwright.plan.placement import routes_of, shared_routes
 from shardwright.plan.schedule import SCHEDULES, stage_ranks
@@ -145,7 +146,7 @@ def _bubbles(jobs: Sequence[_Pipelines]) -> list[Floats]:
         for pipeline in job.orders:
             alike[pipeline.order].append((number, pipeline))
     for order, some in alike.items():
-        times = StageTimes(*(np.concatenate([p.times[part] for _, p in some]) for part in range(3)))
+        times = StageTimes(*(np.concatenate([p.times[part] for _, p in some]) for part in range(4)))
         found = _idle(order, times, np.concatenate([p.hops for _, p in some]))
         ends = np.cumsum([len(p.rows) for _, p in some])[:-1]
         for (number, pipeline), part in zip(some, np.split(found, ends), strict=True):
@@ -161,8 +162,9 @@ def _idle(order: _Order, times: StageTimes, hops: Floats) -> Floats:
         run = run._replace(weight_grad=np.zeros(np.shape(run.weight_grad)))
     whole = makespans(schedule, pp, chunks, microbatches, run, hops, waits=order.waits)
     each = microbatches // SCHEDULES[schedule].pipelines
-    forward, input_grad, weight_grad = (np.asarray(part) for part in times[:3])
-    of_stage = each * (forward + input_grad + weight_grad)
+    forward, input_grad, weight_grad, backward = (np.asarray(part) for part in times[:4])
+    apart = passes_apart(schedule, pp, microbatches)
+    of_stage = each * (forward + backward + apart * (input_grad + weight_grad - backward))
     rank = stage_ranks(schedule, pp, chunks)
     runs = rank == np.arange(pp)[:, None]  # (ranks, stages of all pipelines)
     held = runs.reshape(pp, -1, of_stage.shape[1]).sum(axis=1)
@@ -172,8 +174,9 @@ def _idle(order: _Order, times: StageTimes, hops: Floats) -> Floats:
 
 def _blocked(times: StageTimes, hops: Floats) -> StageTimes:
     """Stages whose ranks do nothing else while a microbatch goes on and another's gradient back, together."""
-    forward, backward, weight = (np.asarray(part) for part in times[:3])
-    return StageTimes(forward + _column(hops / 2), backward + _column(hops / 2), weight)
+    forward, inputs, weight, backward = (np.asarray(part) for part in times[:4])
+    half = _column(hops / 2)
+    return StageTimes(forward + half, inputs + half, weight, backward + half)
 
 
 def simulated_bubble(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> float:
@@ -191,7 +194,7 @@ def pipeline_timeline(model: ModelSpec, job: Job, cluster: Cluster, layout: Layo
     routes = routes_of(cluster, table)
     times = _stage_times(model, [layout], part_times(model, job, cluster, table, routes))
     hop = float(np.broadcast_to(hop_time(model, job, table, routes), 1)[0])
-    return simulate(graph, StageTimes(*(np.asarray(part)[0] for part in times[:3])), hop)
+    return simulate(graph, StageTimes(*(np.asarray(part)[0] for part in times[:4])), hop)
 
 
 def _rows(parts: Parts, rows: Sequence[int], count: int) -> Parts:
@@ -200,30 +203,35 @@ def _rows(parts: Parts, rows: Sequence[int], count: int) -> Parts:
     def some(part: Part) -> Part:
         return Part(*(np.broadcast_to(np.asarray(time), count)[rows] for time in part))
 
-    experts = None if parts.experts is None else some(parts.experts)
-    return Parts(some(parts.block), experts, some(parts.embedding), some(parts.head))
+    return Parts(*(part and some(part) for part in parts))
 
 
 def _stage_times(model: ModelSpec, layouts: Sequence[Layout], parts: Parts) -> StageTimes:
     """Seconds of one microbatch on each stage, (layouts, stages), of as many stages each.
 
     Computation with the exposed communication inside it, half of it forward and half backward; embedding and
-    head where they lie.
+    head where they lie. Stages behind the first recompute in a pass for weights too.
     """
     layers = np.array([layout.stage_layers for layout in layouts], dtype=np.float64)
     forward, backward, weight = (np.zeros_like(layers) for _ in range(3))
-    of_kind = [(layers, parts.block)]
+    again = np.zeros_like(layers)
+    of_kind = [(layers, parts.block, parts.again)]
     if parts.experts is not None:
         with_experts = np.array([_expert_layers(model, layout) for layout in layouts], dtype=np.float64)
-        of_kind = [(layers - with_experts, parts.block), (with_experts, parts.experts)]
-    for count, block in of_kind:
+        dense = (layers - with_experts, parts.block, parts.again)
+        of_kind = [dense, (with_experts, parts.experts, parts.experts_again)]
+    for count, block, repeated in of_kind:
         forward += count * _column(block.forward + block.beside / 2)
         backward += count * _column(block.backward + block.beside / 2)
         weight += count * _column(block.weight_gradients)
+        if repeated is not None:
+            again += count * _column(repeated.inside)
     for stage, end in ((0, parts.embedding), (-1, parts.head)):
         forward[:, stage] += end.forward + end.beside / 2
         backward[:, stage] += end.backward + end.beside / 2
-    return StageTimes(forward, backward - weight, weight)
+    again[:, 0] = 0.0
+    again[[passes_apart(each.schedule, each.pp, each.microbatches) == 0 for each in layouts]] = 0.0
+    return StageTimes(forward, backward - weight, weight + again, backward)
 
 
 def _column(values: Floats | float) -> Floats:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardwright.layout import SCHEDULE_NAMES
 from shardwright.model import ModelSpec
-from shardwright.plan.flight_points import FlightPoints, flight_points
+from shardwright.plan.flight_points import FlightPoints, flight_points, passes_apart
 from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.table import Floats, Ints, LayoutTable, by_schedule, distinct
@@ -30,6 +30,9 @@ _LAID_OUT_LIKE = np.array(
     ]
 )
 """The first schedule with stages on the same ranks."""
+
+_APART = np.array([bool(passes_apart(name, 2, 4)) for name in SCHEDULE_NAMES])
+"""Whether a schedule has passes for weights apart."""
 
 _remembered = lru_cache(maxsize=8192)  # cases of pp, chunks, ends and schedule: a search has hundreds
 
@@ -66,6 +69,8 @@ class Work(NamedTuple):
     expert_blocks: Floats  # of blocks, those with experts
     embedding: Floats
     head: Floats
+    later: Floats | float = 0.0  # of blocks, those of other stages than the first
+    later_experts: Floats | float = 0.0  # of these, those with experts
 
 
 class _Holding(NamedTuple):
@@ -75,6 +80,8 @@ class _Holding(NamedTuple):
     expert_blocks: int
     embedding: int
     head: int
+    later: int  # of blocks, those of other stages than the first
+    later_experts: int
     stages: int
 
     def covers(self, other: "_Holding") -> bool:
@@ -104,15 +111,16 @@ def ranks_stages(schedule: str, ranks: int, chunks: int, rank: int) -> list[int]
 def _holdings(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -> tuple[_Holding, ...]:
     """What each rank of one case holds."""
     if p == 1:
-        return (_Holding(len(experts), sum(experts), 1, 1, 1),)
+        return (_Holding(len(experts), sum(experts), 1, 1, 0, 0, 1),)
     split = stage_layers(len(experts), p * v, ends)
     starts = np.cumsum([0, *split])
     of_stage = np.diff(np.cumsum([0, *experts])[starts]).tolist()
     ranks = []
     for rank in range(p):
         mine = ranks_stages(SCHEDULE_NAMES[code], p, v, rank)
-        blocks, with_experts = (sum(column[stage] for stage in mine) for column in (split, of_stage))
-        ranks.append(_Holding(blocks, with_experts, int(0 in mine), int(p * v - 1 in mine), len(mine)))
+        later = [stage for stage in mine if stage]
+        counts = [[sum(column[each] for each in some) for column in (split, of_stage)] for some in (mine, later)]
+        ranks.append(_Holding(*counts[0], int(0 in mine), int(p * v - 1 in mine), *counts[1], len(mine)))
     return tuple(ranks)
 
 
@@ -148,7 +156,7 @@ def every_stage(table: LayoutTable, model: ModelSpec) -> list[Stage]:
 
 def _stage(name: str, table: LayoutTable, valid: NDArray[np.bool_], rank: Ints, held: Floats) -> Stage:
     """``held``: by field of ``_Holding``."""
-    blocks, with_experts, embedding, head, count = held
+    blocks, with_experts, embedding, head, _, _, count = held
     points = by_schedule(
         table.schedule, flight_points, table.pp, table.chunks, table.microbatches, rank, count
     )
@@ -253,10 +261,12 @@ def busiest_ranks(table: LayoutTable, model: ModelSpec) -> tuple[Work, ...]:
 
 def alike(table: LayoutTable, model: ModelSpec) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Of a table whose pipelines lie along one axis: the first of each way of sharing out the model among the
-    busiest ranks, and which of these each one has."""
+    busiest ranks and of passes for weights apart, and which of these each one has."""
     cases, index = _pipelines(table)
-    row = _ways(expert_layers(model), cases)[index.ravel()]
-    return np.array([row.tolist().index(way) for way in range(row.max() + 1)], dtype=np.intp), row
+    way = _ways(expert_layers(model), cases)[index.ravel()]
+    apart = np.where(_APART[table.schedule], table.schedule * (table.pp.max() + 1) + table.pp, 0).ravel()
+    _, first, row = np.unique(np.stack([way, apart]), axis=1, return_index=True, return_inverse=True)
+    return first, row.ravel()
 
 
 @_remembered

@@ -44,8 +44,8 @@ def makespans(
 
     If no rank ``waits`` for others before its next step, it is that of the rank with the longest.
 
-    ``times`` have shape (cases, stages) and no times of their own for full backwards or fused pairs; ``hop``
-    (cases,) is the time of a transfer.
+    ``times`` have shape (cases, stages) and no time of their own for fused pairs; ``hop`` (cases,) is the time
+    of a transfer.
 
     Raises: LayoutError: the schedule has no such order.
     """
@@ -53,15 +53,16 @@ def makespans(
     if fault:
         raise LayoutError(fault)
     forward, input_grad, weight_grad = (np.asarray(each) for each in times[:3])
+    backward = input_grad + weight_grad if times.backward is None else np.asarray(times.backward)
     if schedule in ("GPipe", "LoopedBFS"):
-        return _all_forwards_first(ranks, chunks, microbatches, forward, input_grad + weight_grad, hop)
+        return _all_forwards_first(ranks, chunks, microbatches, forward, backward, hop)
     found = np.empty(len(hop))
     waiting = {_first_run(schedule, ranks, microbatches): list(range(len(hop)))}
     while waiting:
         run = min(waiting)
         cases = waiting.pop(run)
         graph = schedule_graph(schedule, ranks, chunks, run)
-        columns = StageTimes(forward[cases], input_grad[cases], weight_grad[cases])
+        columns = StageTimes(*(each[cases] for each in (forward, input_grad, weight_grad, backward)))
         line = simulate(graph, columns, hop[cases][:, None])
         if run == microbatches:
             found[cases] = line.makespan if waits else line.span.max(axis=-1)

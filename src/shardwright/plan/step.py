@@ -20,7 +20,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row
 from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, makespan_bubble
-from shardwright.plan.busiest import INSIDE, BusiestRank, busiest_rank, work_time
+from shardwright.plan.busiest import EVERY, INSIDE, BusiestRank, busiest_rank, work_time
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
@@ -147,10 +147,9 @@ def inside_time(
 
 def least_time(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
     """What a step takes at least: the work of all ranks of a pipeline, shared out evenly, none idle."""
-    every = ("forward", "backward", *INSIDE)
     one = np.ones((1,) * table.pp.ndim)
     whole = Work(model.layers * one, sum(expert_layers(model)) * one, one, one)
-    return table.microbatches * work_time(parts, whole, every) / table.pp
+    return table.microbatches * work_time(parts, whole, EVERY) / table.pp
 
 
 def outside_time(
@@ -223,7 +222,7 @@ def _pace(table: LayoutTable, rank: BusiestRank, busy: Floats) -> Pace:
         work_time(rank.parts, work, ("forward",)) + beside
         for work, beside in zip(rank.works, half, strict=True)
     ]
-    return Pace(busy, rank.pick(ahead), rank.sum("weight_gradients"))
+    return Pace(busy, rank.pick(ahead), rank.sum("weight_gradients") + rank.again(*EVERY))
 
 
 def idle_time(

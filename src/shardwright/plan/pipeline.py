@@ -17,7 +17,8 @@ from shardwright.layout import Layout
 from shardwright.model import ModelSpec
 from shardwright.plan.collectives import Route
 from shardwright.plan.flight_points import passes_apart
-from shardwright.plan.parts import Part, Parts, hop_time, part_times
+from shardwright.plan.hops import Hops
+from shardwright.plan.parts import Part, Parts, part_times
 from shardwright.plan.placement import routes_of, shared_routes
 from shardwright.plan.schedule import SCHEDULES, stage_ranks
 from shardwright.plan.simulate import StageTimes, Timeline, schedule_graph, simulate
@@ -59,8 +60,9 @@ def simulated_steps(jobs: Iterable[tuple[ModelSpec, Job, Cluster, Sequence[Layou
     ):
         parts = part_times(model, job, cluster, table, routes)
         steps.append(step_time(model, job, cluster, table, routes, parts))
-        hop = hop_time(model, job, table, routes)
-        pipelines.append(_pipelines(model, layouts, parts, hop, job.program))
+        pipelines.append(
+            _pipelines(model, layouts, parts, Hops(model, job, cluster, table, routes), job.program)
+        )
     return [
         replace(step, bubble=bubbles) if job.orders else step
         for step, job, bubbles in zip(steps, pipelines, _bubbles(pipelines), strict=True)
@@ -91,8 +93,8 @@ def simulated_bubbles(model: ModelSpec, job: Job, cluster: Cluster, layouts: Seq
     table = table_of(layouts, model.layers)
     routes = routes_of(cluster, table)
     parts = part_times(model, job, cluster, table, routes)
-    hop = hop_time(model, job, table, routes)
-    return _bubbles([_pipelines(model, layouts, parts, hop, job.program)])[0]
+    hops = Hops(model, job, cluster, table, routes)
+    return _bubbles([_pipelines(model, layouts, parts, hops, job.program)])[0]
 
 
 class _Order(NamedTuple):
@@ -113,7 +115,7 @@ class _Pipeline(NamedTuple):
     order: _Order
     rows: list[int]
     times: StageTimes
-    hops: Floats
+    hops: Floats  # (layouts, boundaries of stages)
 
 
 class _Pipelines(NamedTuple):
@@ -122,10 +124,9 @@ class _Pipelines(NamedTuple):
 
 
 def _pipelines(
-    model: ModelSpec, layouts: Sequence[Layout], parts: Parts, hop: Floats, program: Program
+    model: ModelSpec, layouts: Sequence[Layout], parts: Parts, hops: Hops, program: Program
 ) -> _Pipelines:
     """The pipelines of a job's layouts, by order."""
-    hops = np.broadcast_to(hop, len(layouts))
     alike = defaultdict(list)
     for row, layout in enumerate(layouts):
         if layout.pp > 1:
@@ -134,7 +135,8 @@ def _pipelines(
     for order, rows in alike.items():
         times = _stage_times(model, [layouts[row] for row in rows], _rows(parts, rows, len(layouts)))
         blocks, fills = program.hops_block and order[2] > 1, program.fills and order[0] in FILLED
-        found.append(_Pipeline(_Order(*order, program.waits, blocks, fills), rows, times, hops[rows]))
+        between = hops.between_stages(rows, layouts[rows[0]])
+        found.append(_Pipeline(_Order(*order, program.waits, blocks, fills), rows, times, between))
     return _Pipelines(len(layouts), found)
 
 
@@ -173,9 +175,10 @@ def _idle(order: _Order, times: StageTimes, hops: Floats) -> Floats:
 
 
 def _blocked(times: StageTimes, hops: Floats) -> StageTimes:
-    """Stages whose ranks do nothing else while a microbatch goes on and another's gradient back, together."""
+    """Stages whose ranks do nothing else while a microbatch goes on and another's gradient back, together: as
+    long as the slowest hop takes."""
     forward, inputs, weight, backward = (np.asarray(part) for part in times[:4])
-    half = _column(hops / 2)
+    half = _column(hops.max(axis=1) / 2)
     return StageTimes(forward + half, inputs + half, weight, backward + half)
 
 
@@ -193,8 +196,8 @@ def pipeline_timeline(model: ModelSpec, job: Job, cluster: Cluster, layout: Layo
     table = table_of([layout], model.layers)
     routes = routes_of(cluster, table)
     times = _stage_times(model, [layout], part_times(model, job, cluster, table, routes))
-    hop = float(np.broadcast_to(hop_time(model, job, table, routes), 1)[0])
-    return simulate(graph, StageTimes(*(np.asarray(part)[0] for part in times[:4])), hop)
+    hops = Hops(model, job, cluster, table, routes).between_stages([0], layout)
+    return simulate(graph, StageTimes(*(np.asarray(part)[0] for part in times[:4])), hops[0])
 
 
 def _rows(parts: Parts, rows: Sequence[int], count: int) -> Parts:

@@ -119,7 +119,9 @@ def _holdings(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -
     for rank in range(p):
         mine = ranks_stages(SCHEDULE_NAMES[code], p, v, rank)
         later = [stage for stage in mine if stage]
-        counts = [[sum(column[each] for each in some) for column in (split, of_stage)] for some in (mine, later)]
+        counts = [
+            [sum(column[each] for each in some) for column in (split, of_stage)] for some in (mine, later)
+        ]
         ranks.append(_Holding(*counts[0], int(0 in mine), int(p * v - 1 in mine), *counts[1], len(mine)))
     return tuple(ranks)
 

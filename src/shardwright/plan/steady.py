@@ -44,8 +44,8 @@ def makespans(
 
     If no rank ``waits`` for others before its next step, it is that of the rank with the longest.
 
-    ``times`` have shape (cases, stages) and no time of their own for fused pairs; ``hop`` (cases,) is the time
-    of a transfer.
+    ``times`` have shape (cases, stages) and no time of their own for fused pairs; ``hop`` is the time
+    of a transfer, (cases,) or (cases, stages of all pipelines - 1).
 
     Raises: LayoutError: the schedule has no such order.
     """
@@ -53,6 +53,7 @@ def makespans(
     if fault:
         raise LayoutError(fault)
     forward, input_grad, weight_grad = (np.asarray(each) for each in times[:3])
+    hop = hop.reshape(len(hop), -1)
     backward = input_grad + weight_grad if times.backward is None else np.asarray(times.backward)
     if schedule in ("GPipe", "LoopedBFS"):
         return _all_forwards_first(ranks, chunks, microbatches, forward, backward, hop)
@@ -63,7 +64,7 @@ def makespans(
         cases = waiting.pop(run)
         graph = schedule_graph(schedule, ranks, chunks, run)
         columns = StageTimes(*(each[cases] for each in (forward, input_grad, weight_grad, backward)))
-        line = simulate(graph, columns, hop[cases][:, None])
+        line = simulate(graph, columns, hop[cases])
         if run == microbatches:
             found[cases] = line.makespan if waits else line.span.max(axis=-1)
             continue
@@ -145,11 +146,12 @@ def _all_forwards_first(
     ready: Floats = np.zeros((len(hop), microbatches))
     before = np.arange(microbatches)
     way = [(stage, forward) for stage in stages] + [(stage, backward) for stage in reversed(stages)]
+    hop = np.broadcast_to(hop, (len(hop), max(len(stages) - 1, 1)))
     for (stage, times), (following, _) in pairwise([*way, way[-1]]):
         each = times[:, stage, None]
         waited = np.maximum.accumulate(ready - before * each, axis=1)
         ready = (before + 1) * each + np.maximum(waited, free[rank[stage]])
         free[rank[stage]] = ready[:, -1:]
         if rank[stage] != rank[following]:
-            ready = ready + hop[:, None]
+            ready = ready + hop[:, min(stage, following), None]
     return np.asarray(free.max(axis=(0, 2)))

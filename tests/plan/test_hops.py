@@ -16,6 +16,7 @@ from shardwright.plan.placement import groups_of, routes_of
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.table import table_of
 
+NEAR = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 MODEL, JOB = preset("llama-2-7b"), Job(seq=4096, global_batch=64)
 
 
@@ -44,7 +45,7 @@ def layout_of(pp, tp=1, dp_shard=1, chunks=1, schedule="1F1B", **others):
 )  # fmt: skip
 def test_levels_are_those_of_the_groups(pp, stride, outer, node, rack):
     domains, ranks = (node, node * rack, 10_000), pp * stride * outer
-    layout = Layout(pp=pp, tp=stride, dp_replicate=outer, order=("dp_replicate", "dp_shard", "pp", "cp", "tp"),
+    layout = Layout(pp=pp, tp=stride, dp_replicate=outer, order=NEAR,
                     stage_layers=(1,) * pp, schedule="1F1B", microbatches=pp)  # fmt: skip
     groups = groups_of("pp", layout)
     found = _levels(domains, ranks, pp, stride)
@@ -74,8 +75,7 @@ def test_a_loop_closes_over_the_link_of_its_ends():
     assert hops_of(cluster, looped)[0].between_stages([0], looped)[0] == pytest.approx(
         [hops_of(cluster, looped)[1][0]] * 3
     )
-    near = layout_of(2, tp=4, dp_shard=2, chunks=2, schedule="Interleaved1F1B",
-                     order=("dp_replicate", "dp_shard", "pp", "cp", "tp"))  # fmt: skip
+    near = layout_of(2, tp=4, dp_shard=2, chunks=2, schedule="Interleaved1F1B", order=NEAR)
     between = hops_of(cluster, near)[0].between_stages([0], near)[0]
     assert (between < hops_of(cluster, looped)[1][0] / 3).all()
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from spaces import EXPERTS, MIXED, SPEC, alone, every_layout, rows_of, small_cluster
 
@@ -82,6 +82,7 @@ def test_search_is_trying_every_layout_alone(ranks, batch, model):
     memory=st.integers(MiB, 12 * MiB),
     precision=st.sampled_from(["bf16", "fp8", "fp32"]),
 )
+@example(EXPERTS, (2, 2), MiB, "bf16")  # two sequences at once fit, one by one their gradients do not
 def test_pruning_loses_nothing_that_is_best(model, shape, memory, precision):
     """Before finalists are simulated: the step of the best that runs and of the best of all, and the nearest
     and the farthest miss unless they were too slow to be looked at."""

@@ -90,7 +90,7 @@ def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[Bu
         apart = by_schedule(table.schedule, passes_apart, table.pp, table.microbatches)
     if axis is not None:
         first, row = alike(table, model)
-        works = tuple(Work(*(column.take(first, axis=axis) for column in work)) for work in works)
+        works = tuple(Work(*(np.take(column, first, axis=axis) for column in work)) for work in works)
         apart = apart.take(first, axis=axis) if apart.shape[axis] > 1 else apart
         spread = Spread(axis, row)
     if (table.pp == 1).all():

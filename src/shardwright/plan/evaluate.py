@@ -173,14 +173,18 @@ def evaluate(
 
 
 def least_memory(model: ModelSpec, job: Job, cluster: Cluster, timed: Timed) -> Evaluated:
-    """The layouts of the smallest microbatch and full recomputation: what does not fit among them fits with
-    no other microbatch or recomputation either. Their time is not worked out."""
+    """The layouts of the smallest microbatch, or of one alone, which adds no gradients up, and of full
+    recomputation: what does not fit among them fits with no other microbatch or recomputation either. Their
+    time is not worked out."""
     table = timed.grid.table
     full = (table.recompute == RECOMPUTE_KINDS.index("full")) & (table.recompute_every == 1)
     kept = np.flatnonzero(full) if full.any() else np.arange(table.shape[MEMORY])
-    smallest = np.array([0])
-    grid = timed.grid.along(MEMORY, kept).along(BATCH, smallest)
-    ranks = timed.ranks.along(BATCH, smallest) if timed.ranks is not None else None
+    axes = tuple(axis for axis in range(table.microbatches.ndim) if axis != BATCH)
+    least = (table.microbatches == 1).any(axis=axes)
+    least[0] = True
+    batches = np.flatnonzero(least)
+    grid = timed.grid.along(MEMORY, kept).along(BATCH, batches)
+    ranks = timed.ranks.along(BATCH, batches) if timed.ranks is not None else None
     device = highest(reserved_terms(model, job, cluster.device, grid.table, ranks), grid.table.shape)
     device *= 1 + cluster.device.allocator_margin
     device += beside_allocated(model, job, cluster.device, grid.table, ranks)

@@ -30,7 +30,7 @@ class Hops:
         self.domains = tuple(level.ranks for level in cluster.domains)
         self.ranks = cluster.ranks
         self.strides = np.broadcast_to(placements(table, ("pp",))["pp"].stride, table.rows).tolist()
-        pairs = [routes | {"pp": _pair(cluster, level)} for level in range(len(self.domains))]
+        pairs = [{**routes, "pp": _pair(cluster, level)} for level in range(len(self.domains))]
         times = [np.broadcast_to(hop_time(model, job, table, each), table.rows) for each in pairs]
         self.by_level = np.stack(times, axis=1)
 

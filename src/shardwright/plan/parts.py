@@ -80,7 +80,13 @@ class Parts(NamedTuple):
 
     def mapped(self, part: ColumnMap) -> "Parts":
         """The same with ``part`` of every time."""
-        return Parts(*(each and each.mapped(part) for each in self))
+
+        def each(other: Part | None) -> Part | None:
+            return None if other is None else other.mapped(part)
+
+        ends = self.embedding.mapped(part), self.head.mapped(part)
+        block, experts = self.block.mapped(part), each(self.experts)
+        return Parts(block, experts, *ends, each(self.again), each(self.experts_again))
 
 
 def part_times(
@@ -166,11 +172,11 @@ def _again(
     apart = by_schedule(table.schedule, passes_apart, table.pp, table.microbatches)
     if not (apart.any() and table.recompute.any()):
         return [None] * len(blocks)
-    table = table._replace(recompute_every=table.recompute_every / 2)
+    table = table._replace(recompute_every=table.recompute_every / 2)  # type: ignore[arg-type]
     found: list[Part | None] = []
     for kind, block in zip(model.block_kinds, blocks, strict=True):
         twice = _block(model, job, device, table, routes, work, kind)
-        found.append(Part(*(a - b for a, b in zip(twice, block, strict=True))))
+        found.append(Part(*(np.asarray(a - b) for a, b in zip(twice, block, strict=True))))
     return found
 
 

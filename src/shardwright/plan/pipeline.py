@@ -18,7 +18,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.collectives import Route
 from shardwright.plan.flight_points import passes_apart
 from shardwright.plan.hops import Hops
-from shardwright.plan.parts import Part, Parts, part_times
+from shardwright.plan.parts import Parts, part_times
 from shardwright.plan.placement import routes_of, shared_routes
 from shardwright.plan.schedule import SCHEDULES, stage_ranks
 from shardwright.plan.simulate import StageTimes, Timeline, schedule_graph, simulate
@@ -202,11 +202,7 @@ def pipeline_timeline(model: ModelSpec, job: Job, cluster: Cluster, layout: Layo
 
 def _rows(parts: Parts, rows: Sequence[int], count: int) -> Parts:
     """The parts of some of so many layouts."""
-
-    def some(part: Part) -> Part:
-        return Part(*(np.broadcast_to(np.asarray(time), count)[rows] for time in part))
-
-    return Parts(*(part and some(part) for part in parts))
+    return parts.mapped(lambda time: np.broadcast_to(time, count)[rows])
 
 
 def _stage_times(model: ModelSpec, layouts: Sequence[Layout], parts: Parts) -> StageTimes:

@@ -118,11 +118,10 @@ def _holdings(experts: tuple[bool, ...], p: int, v: int, ends: int, code: int) -
     ranks = []
     for rank in range(p):
         mine = ranks_stages(SCHEDULE_NAMES[code], p, v, rank)
-        later = [stage for stage in mine if stage]
-        counts = [
-            [sum(column[each] for each in some) for column in (split, of_stage)] for some in (mine, later)
-        ]
-        ranks.append(_Holding(*counts[0], int(0 in mine), int(p * v - 1 in mine), *counts[1], len(mine)))
+        blocks, with_experts = (sum(column[stage] for stage in mine) for column in (split, of_stage))
+        later, later_experts = (sum(column[stage] for stage in mine if stage) for column in (split, of_stage))
+        both = int(0 in mine), int(p * v - 1 in mine)
+        ranks.append(_Holding(blocks, with_experts, *both, later, later_experts, len(mine)))
     return tuple(ranks)
 
 

@@ -50,36 +50,63 @@ class BusiestRank(NamedTuple):
             picked = np.where(self.which == rank, value, picked)
         return picked if self.spread is None else self.spread.over(picked)
 
+    def times(self, *names: str) -> list[Floats]:
+        """Some times of all parts that each of the ranks runs for a microbatch."""
+        return work_times(self.parts, self.works, names, self.apart, self.spread and self.spread.axis)
+
     def sum(self, *names: str) -> Floats:
-        """Some times of all parts that it runs for a microbatch."""
-        return self.pick([work_time(self.parts, work, names, self.apart) for work in self.works])
-
-    def again(self, *names: str) -> Floats:
-        """Of these what it recomputes for the gradients of weights."""
-        if self.parts.again is None:
-            return np.zeros((1,) * self.apart.ndim)
-        return self.pick([self.apart * again_time(self.parts, work, names) for work in self.works])
+        """The same of the busiest rank."""
+        return self.pick(self.times(*names))
 
 
-def work_time(parts: Parts, work: Work, names: Sequence[str], apart: Floats | float = 0.0) -> Floats:
-    """Some times of all parts that a rank runs; ``apart``: of the microbatches, what it recomputes twice."""
-    amounts = [(work.blocks, parts.block), (work.embedding, parts.embedding), (work.head, parts.head)]
+def work_times(
+    parts: Parts,
+    works: Sequence[Work],
+    names: Sequence[str],
+    apart: Floats | float = 0.0,
+    axis: int | None = None,
+) -> list[Floats]:
+    """Some times of all parts that ranks run. ``apart``: of the microbatches, what they recompute twice.
+    ``axis``: along which, and no other, what they run differs, and no time does."""
+    every = (parts.block, parts.experts, parts.embedding, parts.head)
+    times = [added(*(getattr(part, name) for name in names)) for part in every if part is not None]
+    counts = [[work.blocks, work.embedding, work.head] for work in works]
     if parts.experts is not None:
-        amounts[0] = (work.blocks - work.expert_blocks, parts.block)
-        amounts.append((work.expert_blocks, parts.experts))
-    times = [count * added(*(getattr(part, name) for name in names)) for count, part in amounts]
-    if parts.again is not None and np.any(apart):
-        times.append(apart * again_time(parts, work, names))
-    return added(*times)
+        counts = [
+            [work.blocks - work.expert_blocks, work.expert_blocks, work.embedding, work.head]
+            for work in works
+        ]
+    found = [_weighted(count, times, axis) for count in counts]
+    if parts.again is None or not np.any(apart):
+        return found
+    return [each + again for each, again in zip(found, again_times(parts, works, names, apart), strict=True)]
 
 
-def again_time(parts: Parts, work: Work, names: Sequence[str]) -> Floats:
-    """Some times of recomputing the blocks of a rank that are not of the first stage."""
-    assert parts.again is not None
+def again_times(
+    parts: Parts, works: Sequence[Work], names: Sequence[str], apart: Floats | float
+) -> list[Floats]:
+    """Some times of recomputing once more, for the gradients of weights, the blocks of ranks that are not of
+    the first stage."""
+    if parts.again is None:
+        return [np.zeros((1,) * np.ndim(apart))] * len(works)
+    again = added(*(getattr(parts.again, name) for name in names))
     if parts.experts_again is None:
-        return work.later * added(*(getattr(parts.again, name) for name in names))
-    amounts = ((work.later - work.later_experts, parts.again), (work.later_experts, parts.experts_again))
-    return added(*(count * added(*(getattr(part, name) for name in names)) for count, part in amounts))
+        return [np.asarray(apart * work.later) * again for work in works]
+    experts = added(*(getattr(parts.experts_again, name) for name in names))
+    return [
+        apart * ((work.later - work.later_experts) * again + work.later_experts * experts) for work in works
+    ]
+
+
+def _weighted(counts: Sequence[Floats], times: Sequence[Floats], axis: int | None) -> Floats:
+    """The sum of so many times each; with an ``axis`` one product of matrices."""
+    if axis is None:
+        return added(*(count * time for count, time in zip(counts, times, strict=True)))
+    shape = np.broadcast_shapes(*(time.shape for time in times))
+    others = shape[:axis] + shape[axis + 1 :]
+    columns = np.array([np.broadcast_to(time, shape).reshape(-1) for time in times])
+    product = np.array([count.reshape(-1) for count in counts]).T @ columns
+    return np.moveaxis(product.reshape(-1, *others), 0, axis)
 
 
 def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
@@ -95,7 +122,7 @@ def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[Bu
         spread = Spread(axis, row)
     if (table.pp == 1).all():
         works = works[:1]
-    busy = [work_time(parts, work, EVERY, apart) for work in works]
+    busy = work_times(parts, works, EVERY, apart, axis)
     most = busy[0]
     which = np.zeros((1,) * table.pp.ndim, dtype=np.intp)
     for number, each in enumerate(busy[1:], start=1):

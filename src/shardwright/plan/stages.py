@@ -31,8 +31,8 @@ _LAID_OUT_LIKE = np.array(
 )
 """The first schedule with stages on the same ranks."""
 
-_APART = np.array([bool(passes_apart(name, 2, 4)) for name in SCHEDULE_NAMES])
-"""Whether a schedule has passes for weights apart."""
+_APART = np.array([float(passes_apart(name, 2, 4)) for name in SCHEDULE_NAMES])
+"""Part of four microbatches on two ranks that has passes for weights apart: in one schedule alone some."""
 
 _remembered = lru_cache(maxsize=8192)  # cases of pp, chunks, ends and schedule: a search has hundreds
 
@@ -265,7 +265,8 @@ def alike(table: LayoutTable, model: ModelSpec) -> tuple[NDArray[np.intp], NDArr
     busiest ranks and of passes for weights apart, and which of these each one has."""
     cases, index = _pipelines(table)
     way = _ways(expert_layers(model), cases)[index.ravel()]
-    apart = np.where(_APART[table.schedule], table.schedule * (table.pp.max() + 1) + table.pp, 0).ravel()
+    apart = np.where(_APART == 1, -1, np.sign(_APART))[table.schedule]
+    apart = np.where(apart > 0, table.pp, apart).ravel()
     _, first, row = np.unique(np.stack([way, apart]), axis=1, return_index=True, return_inverse=True)
     return first, row.ravel()
 

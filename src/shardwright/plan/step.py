@@ -20,7 +20,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row
 from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, makespan_bubble
-from shardwright.plan.busiest import EVERY, INSIDE, BusiestRank, busiest_rank, work_time
+from shardwright.plan.busiest import EVERY, INSIDE, BusiestRank, again_times, busiest_rank, work_times
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
@@ -149,7 +149,7 @@ def least_time(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
     """What a step takes at least: the work of all ranks of a pipeline, shared out evenly, none idle."""
     one = np.ones((1,) * table.pp.ndim)
     whole = Work(model.layers * one, sum(expert_layers(model)) * one, one, one)
-    return table.microbatches * work_time(parts, whole, EVERY) / table.pp
+    return table.microbatches * work_times(parts, [whole], EVERY)[0] / table.pp
 
 
 def outside_time(
@@ -217,12 +217,11 @@ def _pace(table: LayoutTable, rank: BusiestRank, busy: Floats) -> Pace:
     if (table.pp == 1).all():
         none = np.zeros((1,) * table.pp.ndim)
         return Pace(busy, none, none)
-    half = [work_time(rank.parts, work, INSIDE) / 2 for work in rank.works]
-    ahead = [
-        work_time(rank.parts, work, ("forward",)) + beside
-        for work, beside in zip(rank.works, half, strict=True)
-    ]
-    return Pace(busy, rank.pick(ahead), rank.sum("weight_gradients") + rank.again(*EVERY))
+    once = rank._replace(apart=np.zeros((1,) * table.pp.ndim))
+    ahead = [a + b / 2 for a, b in zip(once.times("forward"), once.times(*INSIDE), strict=True)]
+    again = again_times(rank.parts, rank.works, EVERY, rank.apart)
+    weights = [a + b for a, b in zip(once.times("weight_gradients"), again, strict=True)]
+    return Pace(busy, rank.pick(ahead), rank.pick(weights))
 
 
 def idle_time(

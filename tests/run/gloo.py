@@ -73,6 +73,7 @@ MODELS = {
         update={"layers": 1, "hidden": 3, "ffn": 3, "heads": 1, "kv_heads": 1, "head_size": 2, "vocab": 3}
     ),
     "deep": BASE.model_copy(update={"layers": 4}),
+    "deeper": BASE.model_copy(update={"layers": 8}),
     "deep_tied": BASE.model_copy(update={"layers": 4, "tied_embeddings": True}),
     "experts": with_experts("qwen3_moe", top_k=2, normalise=True).model_copy(update={"qk_norm": True}),
     "shared_experts": with_experts("qwen2_moe", top_k=3, shared_ffn=12, shared_gate=True, normalise=False),

@@ -199,6 +199,9 @@ SCHEDULES = [
     *({"schedule": name} | LOOPED for name in ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")),
     *({"schedule": name} | LOOPED for name in ("ZBVZeroBubble", "DualPipeV")),
 ]
+MANY = [{"schedule": name} for name in ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")]
+"""Schedules that torch would free parameters in, of ranks with four stages and more."""
+
 ONE_BY_ONE, ZB, ZBV, DUAL = SCHEDULES[0], SCHEDULES[4], SCHEDULES[5], SCHEDULES[6]
 
 PP_ROWS = [
@@ -211,6 +214,8 @@ PP_ROWS = [
     *(row("deep_tied", pp=2, **schedule) for schedule in (ONE_BY_ONE, SCHEDULES[3], ZBV, DUAL)),
     row("deep", pp=2, **ONE_BY_ONE, stage_layers=(3, 1), microbatches=5),
     row("deep_tied", pp=2, schedule="Interleaved1F1B", chunks=3, stage_layers=(0, 1, 1, 1, 1, 0)),
+    *(row("deeper", pp=2, **schedule, chunks=4, **ONE) for schedule in MANY),
+    row("deeper", pp=2, **MANY[2], chunks=4, **ONE, recompute="full"),
     row("deep", pp=4, **ONE_BY_ONE),
     row("deep", pp=2, **ONE_BY_ONE, dp_replicate=2),
     row("deep", pp=2, **ONE_BY_ONE, **HSDP),

@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from shardwright.layout import ScheduleName
 from shardwright.plan.schedule import build_order, stage_ranks, why_not
+from shardwright.run.pp import all_stages_gathered
 
 REDUCE = "REDUCE_GRAD"
 
@@ -105,7 +106,8 @@ def _with_communication(
     stage = SimpleNamespace(
         num_stages=ranks * chunks, group_size=ranks, group_rank=0, stage_index=0, submod=None
     )
-    made: Any = get_schedule_class(schedule)([stage] * chunks, microbatches, loss_fn=max)
+    with all_stages_gathered(chunks):
+        made: Any = get_schedule_class(schedule)([stage] * chunks, microbatches, loss_fn=max)
     orders: dict[int, list[Any]] = made.pipeline_order_with_comms
     return orders
 

@@ -227,8 +227,11 @@ def _dispatch(row: Row, model: ModelSpec, ep: int, assumed: list[str]) -> str:
 
 def trades_hide(row: Row) -> bool:
     """Whether a recipe has the trades of experts run under another microbatch (moe_a2a_overlap): those that
-    interleave a pipeline whose experts lie on several nodes."""
-    return _has_flex_dispatch(row) and whole(row, "vpp", 1) > 1 and _leaves_a_node(row, whole(row, "ep", 1))
+    interleave a pipeline on nodes of a few devices, be the experts in one node or on several.
+
+    Source: NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs, at its state of each release.
+    """
+    return _has_flex_dispatch(row) and whole(row, "vpp", 1) > 1 and bool(whole(row, "gpus_per_node", 0))
 
 
 def _has_flex_dispatch(row: Row) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardwright.check.order import actions_of, chunks_of
 from shardwright.plan.flight_points import FlightPoints, flight_points, passes_apart, weight_passes
 from shardwright.plan.schedule import FORWARD, FULL, INPUT, WEIGHT, build_order
 
@@ -9,7 +10,9 @@ CASES = [
     (name, chunks, ranks, times * ranks)
     for name, chunks in (
         ("GPipe", 1), ("1F1B", 1), ("LoopedBFS", 2), ("LoopedBFS", 3), ("Interleaved1F1B", 2),
-        ("Interleaved1F1B", 3), ("InterleavedZeroBubble", 1), ("InterleavedZeroBubble", 2),
+        ("Interleaved1F1B", 3), ("Interleaved1F1B", 6), ("InterleavedZeroBubble", 1),
+        ("InterleavedZeroBubble", 2), ("InterleavedZeroBubble", 3), ("InterleavedZeroBubble", 4),
+        ("InterleavedZeroBubble", 8),
         ("ZBVZeroBubble", 2), ("DualPipeV", 2),
     )
     for ranks in (2, 3, 4)
@@ -64,6 +67,74 @@ def test_passes_apart_are_those_of_later_stages(name, chunks, ranks, m):
             assert counted < part * m * len(later)
         else:
             assert counted == pytest.approx(part * m * len(later))
+
+
+def at_the_first_reduction(name, ranks, chunks, microbatches, rank):
+    """Chunks whose gradients have been added up; others than the one that is through and the model's first
+    that have some of a pass for weights alone; and those that only wait for the gradients of weights."""
+    first = chunks_of(name, ranks, chunks, rank).get(0)
+    last = {}
+    acts = [(kind, chunk) for kind, chunk, _ in actions_of(name, ranks, chunks, microbatches, rank)]
+    for place, (kind, chunk) in enumerate(acts):
+        if kind in ("B", "W"):
+            last[chunk] = place
+    end = min(last.values())
+    (through,) = [chunk for chunk, place in last.items() if place == end]
+    fresh, summed, pending = set(), {through}, 0
+    for kind, chunk in acts[: end + 1]:
+        if (kind == "B") or (kind == "W" and chunk == first):
+            summed.add(chunk)
+        elif kind == "I" and chunk in fresh:
+            fresh.remove(chunk)
+            summed.add(chunk)
+        elif kind == "W":
+            fresh.add(chunk)
+        if chunk != first:
+            pending += (kind == "I") - (kind == "W")
+    return len(summed), len(fresh - {through}), pending
+
+
+@pytest.mark.parametrize(("name", "chunks", "ranks", "microbatches"), CASES)
+def test_gradients_at_the_first_reduction_are_those_of_the_order(name, chunks, ranks, microbatches):
+    if chunks == 1:
+        return  # it is through and has its gradients
+    for rank in range(ranks):
+        points = FlightPoints(*flight_points(name, ranks, chunks, microbatches, rank, chunks))
+        found = at_the_first_reduction(name, ranks, chunks, microbatches, rank)
+        of_points = (points.reduced, points.left, points.pending)
+        assert found == tuple(share * chunks for share in of_points), rank
+
+
+def held_when_added_up(ranks, chunks, microbatches, rank, share):
+    """Chunks held at most in a pass after gradients of that many chunks, or more, have been added up."""
+    name = "InterleavedZeroBubble"
+    first = chunks_of(name, ranks, chunks, rank).get(0)
+    held, most, fresh, summed = 0, 0, set(), set()
+    for kind, chunk, _ in actions_of(name, ranks, chunks, microbatches, rank):
+        held += kind == "F"
+        if kind == "I" and chunk != first and chunk in fresh:
+            fresh.remove(chunk)
+            summed.add(chunk)
+        elif kind == "W":
+            (summed if chunk == first else fresh).add(chunk)
+        if kind in ("I", "W") and (kind, chunk) != ("I", first) and len(summed) >= share:
+            most = max(most, held)
+        held -= kind == "W"
+    return most
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 6])
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 2), (2, 3), (3, 2), (4, 2), (4, 4), (8, 2)])
+def test_turns_that_add_gradients_up_are_those_of_the_order(chunks, ranks, rounds):
+    """``fully_shard`` adds a chunk's gradients up in the first pass for inputs behind one for weights."""
+    for rank in range(ranks):
+        points = FlightPoints(
+            *flight_points("InterleavedZeroBubble", ranks, chunks, rounds * ranks, rank, chunks)
+        )
+        share = points.past * chunks
+        assert share == (2 if chunks > 2 and rounds == 2 and rank == ranks - 1 else chunks)
+        held = held_when_added_up(ranks, chunks, rounds * ranks, rank, share)
+        assert held == points.steady * chunks, rank
 
 
 def counted(order, rank):

@@ -166,7 +166,8 @@ def _left(step: RankStep, late: Floats, *, begins: bool, ends: bool) -> Floats:
         return np.zeros(1)
     blocks = step.layers / step.stages
     own = (late == 0) | (step.stages == 1) | begins
-    found = np.where(step.settled > 0, 1.0 if ends else blocks, step.mean.last_share if ends else 0.0)
+    both = (step.begun if begins else step.settled) > 0
+    found = np.where(both, 1.0 if ends else blocks, step.mean.last_share if ends else 0.0)
     fresh = left_by_others(step) + np.where(own, found, 0.0) * step.mean.fresh
     if begins:
         fresh = fresh + step.head.fresh

@@ -22,10 +22,13 @@ class FlightPoints(NamedTuple):
     ``tail_held``: no forward pass is left, and most passes for weights are. ``tail``: of these, those of
     which only the gradients of weights are to come; 0 where that is never more than before.
 
-    ``settled``: whether as many are in flight after every chunk's gradients have been added up once.
+    ``past``: share of the chunks whose gradients have been added up at ``steady``: all, but for the last rank
+    of so few microbatches that its first chunks are reduced by then. ``settled``: whether as many are in
+    flight after every chunk's have been once; ``begun``: whether a turn then begins with some of both types.
 
     ``reducing``: the gradients of the first chunk that is through are reduced. ``pending``: of these, those
-    of which only the gradients of weights are to come. ``reduced``: share of the chunks with gradients then.
+    of which only the gradients of weights are to come. ``reduced``: share of the chunks with gradients then
+    that have been added up, and ``left`` of other chunks with some as a pass for weights left them.
 
     ``turn``: stages whose input is the output of another on the rank, where a V turns.
     """
@@ -38,9 +41,12 @@ class FlightPoints(NamedTuple):
     reducing: Floats
     pending: Floats
     reduced: Floats
+    left: Floats
     tail_held: Floats
     tail: Floats
+    past: Floats
     settled: Floats
+    begun: Floats
     turn: Floats
 
 
@@ -73,12 +79,17 @@ def flight_points(
     second = np.minimum(first, m * v - 1)
     steady = np.minimum(first, m * v - (v - 1) * turn - 1)
     reducing = (v - 1) * turn
-    apart, settled = _passes_apart(schedule, first, r), np.ones_like(first)
+    apart, past, settled = _passes_apart(schedule, first, r), 1.0 * v, np.ones_like(first)
+    begun = settled
     if schedule == "InterleavedZeroBubble":  # a turn later: see plan/apart.py
         turn = np.where(v > 1, turn, 1.0)
         through = m * v - (2 * v - 1 - (r == 0)) * turn + apart - 1
-        steady = np.minimum(first, through)
-        settled = np.where((r == 0) | (through - turn >= first), 1.0, 0.0)
+        soon, rounds = r < p - 1, m >= 2 * turn  # the last rank has all of a turn's in one type
+        steady = np.where(soon & rounds, first, np.minimum(first, through))
+        early = ~soon & (v > 2) & (m == 2 * turn)
+        steady, past = np.where(early, v * turn - 1, steady), np.where(early, 2.0, past)
+        settled = np.where((r == 0) | (through - turn >= first) | ((r < p - 2) & rounds), 1.0, 0.0)
+        begun = np.where(soon & rounds, 1.0, settled)
     elif schedule == "ZBVZeroBubble":
         steady = np.minimum(steady, 2 * m - p - 1 + r)
         reducing, turn = np.where(r == 0, p, r), p
@@ -87,14 +98,15 @@ def flight_points(
         reducing, turn = p - r, p
     second, steady = (np.maximum(held, 1.0) for held in (second, steady))
     heads = (m if breadth_first else np.ones_like(m)) * v
-    of_first_stage = np.where(r == 0, turn, 0.0)  # which makes all its gradients in one pass
-    pending = np.maximum(reducing - of_first_stage, 0.0) if schedule in TWO_PASSES else 0.0 * reducing
-    reduced = np.where(m <= turn, 1.0, v)
+    pending = np.minimum(r, reducing) if schedule in TWO_PASSES else 0.0 * reducing
+    reduced, left = np.where(m <= turn, 1.0, v), _left_to_add_up(schedule, p, v, m, r)
+    if schedule == "InterleavedZeroBubble":  # the last rank has all of a turn's of a chunk in one type
+        reduced = np.where((r == p - 1) & (m <= 2 * turn), np.minimum(reduced, 2.0), reduced)
     tail = _tail(schedule, r) + 0.0 * first
     held = np.where(tail > 0, p - 1 - r + tail, 0.0)
-    points = (first, second, steady, heads, apart, reducing, pending, reduced, held, tail)
+    points = (first, second, steady, heads, apart, reducing, pending, reduced, left, held, tail, past)
     turn = np.where(r == p - 1, 1.0, 0.0) if schedule in V_SHAPED else 0.0 * r
-    return np.stack(np.broadcast_arrays(*(point / v for point in points), settled, turn))
+    return np.stack(np.broadcast_arrays(*(point / v for point in points), settled, begun, turn))
 
 
 def _passes_apart(schedule: str, held: Floats, rank: Floats) -> Floats:
@@ -104,6 +116,16 @@ def _passes_apart(schedule: str, held: Floats, rank: Floats) -> Floats:
         return 0.0 * held
     late = 0.0 if schedule == "ZBVZeroBubble" else (2 if schedule == "ZB-H2" else 1) * rank
     return np.minimum(late + 1.0, held)
+
+
+def _left_to_add_up(schedule: str, p: Floats, v: Floats, m: Floats, r: Floats) -> Floats:
+    """Chunks, but for the one that is through and the model's first, that a pass for weights has been through
+    and none for inputs since."""
+    if schedule == "InterleavedZeroBubble":
+        return np.where(m > round_size(p, m), np.maximum(v - 2, 0), 0.0)
+    if schedule == "ZBVZeroBubble":
+        return np.where(r > 0, 1.0, 0.0)
+    return np.where((p > 2) & (r == p - 1), 1.0, 0.0) if schedule == "DualPipeV" else 0.0 * r
 
 
 def _tail(schedule: str, rank: Floats) -> Floats:

@@ -89,14 +89,14 @@ def flights(stage: Stage, kept: Kept) -> list[Flight]:
 
 def _points(stage: Stage, kept: Kept) -> list[Flight]:
     outputs = _outputs(stage, kept)
-    first, second, steady, heads, *_ = stage.flight
+    first, second, steady, heads = stage.flight[:4]
     points = (
         ("first backward pass", first, 0.0 * first, heads - 1),
         ("second backward pass", second, 1 / stage.stages, heads - 2),
         (
             "all stages have gradients",
             steady,
-            np.ones_like(first),
+            stage.flight.past,
             np.where(stage.stages > 1, 0.0, heads - 2),
         ),
     )

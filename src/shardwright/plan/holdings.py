@@ -112,11 +112,13 @@ class RankStep:
     flight: Flight  # the one looked at
     reducing: Floats  # of microbatches in flight when the gradients of a first stage are reduced
     reduced: Floats  # ``past`` at that time
+    left_over: Floats  # share of stages with gradients not added up at that time
     stages: Floats
     apart: Floats  # microbatches of which only the gradients of weights are to come
     tails: Sequence[tuple[Flight, Floats]]  # the same when no forward pass is left, and what else is there
     apart_bytes: Floats  # of a block that makes the gradients of its inputs alone, besides what it keeps
     settled: Floats  # passes for inputs find gradients of their block in both types
+    begun: Floats  # the same of the first of a turn
     waits: Floats  # gradients of outputs that a block leaves then, for each token
     left: Floats  # what a pass for weights leaves of a block, for each token
     own_inputs: Floats  # share of its stages whose input is not another's output here
@@ -345,11 +347,13 @@ def rank_step(
         flight=NOTHING_ELSE,
         reducing=remaining(stage, kept, more and more.of_tokens(tokens)),
         reduced=stage.flight.reduced,
+        left_over=stage.flight.left,
         stages=stage.stages,
         apart=np.where((stage.stages == 1) & (stage.embedding > 0), 0.0, stage.flight.apart),
         tails=tails(stage, kept),
         apart_bytes=means.most if more is None else more.most,
         settled=stage.flight.settled,
+        begun=stage.flight.begun,
         waits=means.waits,
         left=means.left,
         own_inputs=1 - stage.flight.turn / stage.stages,

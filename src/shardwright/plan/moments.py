@@ -19,7 +19,6 @@ from shardwright.plan.apart import (
     Weights,
     beside_two_passes,
     ends_a_turn,
-    left_by_others,
     moments_apart,
     moments_of_tail,
 )
@@ -437,7 +436,7 @@ def _schedule_through(step: RankStep, role: Role) -> Held:
     gathered = resident(step, role, still) + waiting_gradients(step, role, still) + largest
     # the second unit: the first has left its shard, its buffer, and no copy of its parameters
     gathered = gathered + np.maximum(step.block.shard - step.block.gathered, 0.0)
-    if (step.apart > 0).any():
-        gathered = gathered + np.where(step.apart > 0, left_by_others(step), 0.0)
+    if not step.merges:
+        gathered = gathered + step.left_over * step.layers * step.mean.fresh
     none = np.zeros_like(step.layers)
     return Held(none, step.ids + step.reducing, none, gathered)

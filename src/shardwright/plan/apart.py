@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.plan.flights import Tail
 from shardwright.plan.holdings import Held, Open, RankStep, Role, gathered_parameters, waiting_gradients
 from shardwright.plan.inside import Inside
 from shardwright.plan.table import Floats
@@ -60,21 +61,22 @@ def ends_a_turn(step: RankStep) -> NDArray[np.bool_]:
 
 
 def moments_of_tail(
-    step: RankStep, role: Role, weights: Weights, waiting: Floats, *, begun: bool, each: bool
+    step: RankStep, role: Role, weights: Weights, tail: Tail, *, each: bool
 ) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
-    """The last pass for inputs and the pass for weights that follows it when no forward pass is left, of
-    ``waiting`` microbatches; ``begun``: the next one for weights, after another stage's."""
-    rows = waiting > 0
+    """A pass for inputs when no forward pass is left, and the pass for weights that follows it."""
+    rows = tail.waiting > 0
     if not rows.any():
         return
-    late, gathered = np.maximum(waiting * step.stages - 1, 0.0), _state(step, role)
-    if begun and not step.merges:
-        gathered = gathered + step.layers / step.stages * step.mean.fresh
-    none = {"last": np.zeros(1), "first": np.zeros(1)}
-    for place, activations, _ in () if begun else _either(_inputs(step, late), none, each=each):
-        held = _held(step, activations, step.flight.logits, gathered)
-        yield f"gradients of inputs, {place} layer", rows, held
-    for name, valid, held in _weights(step, late, weights, gathered, merges=False, each=each):
+    late, state, none = np.maximum(tail.waiting * step.stages - 1, 0.0), _state(step, role), np.zeros(1)
+    fresh = np.zeros(1) if step.merges else step.layers * step.mean.fresh
+    left = tail.left
+    if tail.inputs:
+        held_inputs = _either(_inputs(step, late), {"last": none, "first": none}, each=each)
+        for place, activations, _ in held_inputs:
+            held = _held(step, activations, step.flight.logits, state + left * fresh)
+            yield f"gradients of inputs, {place} layer", rows, held
+        left = np.maximum(left - 1 / step.stages, 0.0)  # that pass has added up its own
+    for name, valid, held in _weights(step, late, weights, state + left * fresh, merges=False, each=each):
         yield f"gradients of weights, {name}", rows & valid, held
 
 

@@ -20,7 +20,8 @@ class FlightPoints(NamedTuple):
     gradients of weights are to come, or that are at work to that end; 0 where they are made together.
 
     ``tail_held``: no forward pass is left, and most passes for weights are. ``tail``: of these, those of
-    which only the gradients of weights are to come; 0 where that is never more than before.
+    which only the gradients of weights are to come; 0 where that is never more than before. ``tail_left``: as
+    ``left``, in the last pass for inputs from then on, with as many to come; 0 where there is none.
 
     ``past``: share of the chunks whose gradients have been added up at ``steady``: all, but for the last rank
     of so few microbatches that its first chunks are reduced by then. ``settled``: whether as many are in
@@ -44,6 +45,7 @@ class FlightPoints(NamedTuple):
     left: Floats
     tail_held: Floats
     tail: Floats
+    tail_left: Floats
     past: Floats
     settled: Floats
     begun: Floats
@@ -104,7 +106,10 @@ def flight_points(
         reduced = np.where((r == p - 1) & (m <= 2 * turn), np.minimum(reduced, 2.0), reduced)
     tail = _tail(schedule, r) + 0.0 * first
     held = np.where(tail > 0, p - 1 - r + tail, 0.0)
-    points = (first, second, steady, heads, apart, reducing, pending, reduced, left, held, tail, past)
+    points = (
+        *(first, second, steady, heads, apart, reducing, pending, reduced, left),
+        *(held, tail, _tail_left(schedule, p, r) + 0.0 * first, past),
+    )
     turn = np.where(r == p - 1, 1.0, 0.0) if schedule in V_SHAPED else 0.0 * r
     return np.stack(np.broadcast_arrays(*(point / v for point in points), settled, begun, turn))
 
@@ -126,6 +131,15 @@ def _left_to_add_up(schedule: str, p: Floats, v: Floats, m: Floats, r: Floats) -
     if schedule == "ZBVZeroBubble":
         return np.where(r > 0, 1.0, 0.0)
     return np.where((p > 2) & (r == p - 1), 1.0, 0.0) if schedule == "DualPipeV" else 0.0 * r
+
+
+def _tail_left(schedule: str, p: Floats, r: Floats) -> Floats:
+    """Chunks that passes for weights have been through and none for inputs since, in the last of these before
+    a chunk is through."""
+    if schedule == "ZBVZeroBubble":
+        return np.where(r > 0, np.minimum(p - 1 - r, 1), 0.0)
+    most = np.minimum(np.minimum(r, p - r) - 1, 2)
+    return np.maximum(most, 0.0) if schedule == "DualPipeV" else 0.0 * r
 
 
 def _tail(schedule: str, rank: Floats) -> Floats:

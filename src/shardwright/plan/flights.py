@@ -151,21 +151,33 @@ def fullest(found: Sequence[Flight], gradients: Floats, of_head: Floats | float 
     return best
 
 
-def tails(stage: Stage, kept: Kept) -> list[tuple[Flight, Floats]]:
-    """The points where no forward pass is left and most passes for weights are, and one later where nothing
-    else is; each with the microbatches that wait for one."""
+class Tail(NamedTuple):
+    """A point where no forward pass is left: what else is there, microbatches that wait for passes for
+    weights (0 in rows without it), and the share of stages with gradients as such a pass made them."""
+
+    flight: Flight
+    waiting: Floats
+    left: Floats
+    inputs: bool  # a pass for inputs comes first
+
+
+def tails(stage: Stage, kept: Kept) -> list[Tail]:
+    """Where most passes for weights are left; where passes for inputs end; and, where nothing else was left,
+    one pass for weights later."""
     held, waiting, each = stage.flight.tail_held, stage.flight.tail, 1 / stage.stages
     if not waiting.any():
         return []
     outputs = _outputs(stage, kept)
     found = []
     nothing_else = (waiting == held) & (waiting > each)
-    for name, count, left in (
-        ("no forward pass left", held, waiting),
-        ("one pass for weights less", held - each, np.where(nothing_else, waiting - each, 0.0)),
+    left = stage.flight.tail_left
+    for name, count, waits, made, inputs in (
+        ("no forward pass left", held, waiting, 0.0 * left, True),
+        ("last pass for inputs", waiting, np.where(left > 0, waiting, 0.0), left, True),
+        ("one pass for weights less", held - each, np.where(nothing_else, waiting - each, 0.0), each, False),
     ):
         others = (count - 1) * kept.blocks + count * outputs
-        found.append((Flight(name, others, np.zeros(1), np.ones(1)), left))
+        found.append(Tail(Flight(name, others, np.zeros(1), np.ones(1)), waits, made, inputs))
     return found
 
 

@@ -25,7 +25,7 @@ from shardwright.plan.activations import (
     activations_of,
     rotary_table_bytes,
 )
-from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, More, flights_at, remaining, tails
+from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, More, Tail, flights_at, remaining, tails
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.shards import (
     EXPERT_BLOCK,
@@ -115,7 +115,7 @@ class RankStep:
     left_over: Floats  # share of stages with gradients not added up at that time
     stages: Floats
     apart: Floats  # microbatches of which only the gradients of weights are to come
-    tails: Sequence[tuple[Flight, Floats]]  # the same when no forward pass is left, and what else is there
+    tails: Sequence[Tail]  # points where no forward pass is left
     apart_bytes: Floats  # of a block that makes the gradients of its inputs alone, besides what it keeps
     settled: Floats  # passes for inputs find gradients of their block in both types
     begun: Floats  # the same of the first of a turn

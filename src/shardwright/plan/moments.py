@@ -261,11 +261,10 @@ def _in_two_passes(
             step, role = replace(whole, flight=point), role._replace(older=point.past > 0)
             found = moments_apart(step, role, insides.weights, begins=begins, each=insides.each)
             yield from ((f"{point.name}, {name}", rows, held) for name, rows, held in found)
-    for number, (flight, waiting) in enumerate(whole.tails):
-        step, role = replace(whole, flight=flight), role._replace(older=every)
-        begun = number > 0
-        found = moments_of_tail(step, role, insides.weights, waiting, begun=begun, each=insides.each)
-        yield from ((f"{flight.name}, {name}", rows, held) for name, rows, held in found)
+    for tail in whole.tails:
+        step, role = replace(whole, flight=tail.flight), role._replace(older=every)
+        found = moments_of_tail(step, role, insides.weights, tail, each=insides.each)
+        yield from ((f"{tail.flight.name}, {name}", rows, held) for name, rows, held in found)
 
 
 def _with_logits(step: RankStep, held: Held) -> Held:

@@ -48,6 +48,8 @@ class Stage(NamedTuple):
     expert_blocks: Floats  # of blocks, those with experts
     embedding: Floats  # 1 where the rank holds it, else 0
     head: Floats
+    later: Floats  # of blocks, those of other stages than the first
+    later_experts: Floats  # of these, those with experts
     stages: Floats  # stages of the pipeline that it has
     flight: FlightPoints
 
@@ -157,12 +159,12 @@ def every_stage(table: LayoutTable, model: ModelSpec) -> list[Stage]:
 
 def _stage(name: str, table: LayoutTable, valid: NDArray[np.bool_], rank: Ints, held: Floats) -> Stage:
     """``held``: by field of ``_Holding``."""
-    blocks, with_experts, embedding, head, _, _, count = held
+    count = held[-1]
     points = by_schedule(
         table.schedule, flight_points, table.pp, table.chunks, table.microbatches, rank, count
     )
     flight = FlightPoints(*points)
-    return Stage(name, valid, rank, blocks, with_experts, embedding, head, count, flight)
+    return Stage(name, valid, rank, *held, flight=flight)
 
 
 Cases = tuple[tuple[int, ...], ...]

@@ -19,7 +19,7 @@ from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
 from shardwright.plan.attention import head_sizes
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
-from shardwright.plan.flight_points import weight_passes
+from shardwright.plan.flight_points import passes_apart, weight_passes
 from shardwright.plan.held_units import busiest_units, held_units
 from shardwright.plan.optimizer_traffic import optimizer_exchanges
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
@@ -85,14 +85,16 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None 
     one in the middle.
     """
     copies = busiest_units(model, table) if stage is None else held_units(table, stage)
-    table = _recomputed_for_weights(table, np.minimum(1, table.pp - 1) if stage is None else stage.rank)
+    dense, experts = _recomputed_for_weights(table, stage)
     flows = [
         *_data_flows(model, job, table, copies),
         *scalar_flows(table),
-        *_tp_flows(model, job, table, copies),
+        *_tp_flows(model, job, (dense, experts), copies),
         *share_flows(model, job, table, copies),
-        *_context_flows(model, job, table, copies),
-        *_expert_flows(model, job, table, copies),
+        *_document_flows(job, table),
+        *_context_flows(model, job, dense, copies[BLOCK]),
+        *_context_flows(model, job, experts, copies[EXPERT_BLOCK]),
+        *_expert_flows(model, job, experts, copies),
         *routing_flows(model, job, table, copies),
         *_stage_flows(model, job, table, stage),
         *tied_flows(model, job, table, stage),
@@ -103,13 +105,25 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None 
     ]
 
 
-def _recomputed_for_weights(table: LayoutTable, rank: Ints) -> LayoutTable:
+def _recomputed_for_weights(table: LayoutTable, stage: Stage | None) -> tuple[LayoutTable, LayoutTable]:
     """Blocks are recomputed in each of the two passes of a zero-bubble schedule, which is as if there were
-    more of them to recompute."""
+    more of them to recompute: those of the model's first stage are not. The table for dense blocks, and for
+    blocks with experts."""
     if not (table.recompute > 0).any():
-        return table
+        return table, table
+    rank = np.minimum(1, table.pp - 1) if stage is None else stage.rank
     again = by_schedule(table.schedule, weight_passes, table.pp, table.chunks, table.microbatches, rank)
-    return table._replace(recompute_every=table.recompute_every / (1 + again))  # type: ignore[arg-type]
+    shares = [again, again]
+    if stage is not None:
+        apart = by_schedule(table.schedule, passes_apart, table.pp, table.microbatches)
+        dense = stage.blocks - stage.expert_blocks, stage.later - stage.later_experts
+        for place, (every, later) in enumerate((dense, (stage.expert_blocks, stage.later_experts))):
+            shares[place] = np.where(rank == 0, apart * later / np.maximum(every, 1), again)
+    first, second = (
+        table._replace(recompute_every=table.recompute_every / (1 + share))  # type: ignore[arg-type]
+        for share in shares
+    )
+    return first, second
 
 
 def _data_flows(
@@ -242,14 +256,18 @@ def expert_tp_rounds(model: ModelSpec, table: LayoutTable) -> Rounds:
     return Rounds(forward, expert_tp_meetings(model, table).rounds(table) - forward)
 
 
-def _tp_flows(model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]) -> Iterator[Flow]:
+def _tp_flows(
+    model: ModelSpec, job: Job, tables: tuple[LayoutTable, LayoutTable], copies: Mapping[str, Floats]
+) -> Iterator[Flow]:
+    """``tables``: of dense blocks, and of those with experts."""
+    table = tables[0]
     tokens = table.micro_batch * job.seq / table.cp
     vector = ELEMENT_BYTES[job.precision] * model.hidden * tokens
     loss = WIDE_BYTES[job.precision] * tokens
     m, dense = table.microbatches, tp_meetings(table)
     gathers, sums = copies[BLOCK] * dense.gathers, copies[BLOCK] * dense.sums
     if model.moe is not None:
-        experts = expert_tp_meetings(model, table)
+        experts = expert_tp_meetings(model, tables[1])
         gathers = gathers + copies[EXPERT_BLOCK] * experts.gathers
         sums = sums + copies[EXPERT_BLOCK] * experts.sums
     ends = copies[EMBEDDING] + copies[HEAD]  # one forward and one backward in all
@@ -336,12 +354,18 @@ def context_rounds(table: LayoutTable, precision: str) -> Rounds:
     return Rounds(once, backward + again * once, trades)
 
 
-def _context_flows(
-    model: ModelSpec, job: Job, table: LayoutTable, copies: Mapping[str, Floats]
-) -> list[Flow]:
+def _document_flows(job: Job, table: LayoutTable) -> Iterator[Flow]:
+    """Where documents begin, told to all ranks of cp."""
+    packed = (table.cp > 1) & (job.packing == "documents")
+    count = np.where(packed, 1.0 * table.microbatches * table.chunks, 0.0)
+    size = count * (1.0 * ID_BYTES * table.micro_batch * job.seq)
+    yield Flow("cp", "all_gather", table.cp, _whole(count), _whole(size))
+
+
+def _context_flows(model: ModelSpec, job: Job, table: LayoutTable, blocks: Floats) -> list[Flow]:
     tokens = table.micro_batch * job.seq / table.cp
     rounds = context_rounds(table, job.precision)
-    each = table.microbatches * (copies[BLOCK] + copies[EXPERT_BLOCK])
+    each = table.microbatches * blocks
     own = keys_and_values(model, job.precision, table, tokens)
     payload = own * table.cp
     again = np.where(table.recompute > 0, 1.0 / table.recompute_every, 0.0)
@@ -351,10 +375,7 @@ def _context_flows(
     gathers = np.where(gathered, each * (2 + again), 0.0)
     scatters = np.where(gathered, each, 0.0)
     trades = traded_heads(model, job.precision, table, tokens) * each * rounds.trades
-    packed = (table.cp > 1) & (job.packing == "documents")
-    documents = np.where(packed, 1.0 * table.microbatches * table.chunks, 0.0)
     amounts = (
-        ("all_gather", documents, documents * (1.0 * ID_BYTES * table.micro_batch * job.seq)),
         ("send", ring * rounds.forward, ring * rounds.forward * own),
         ("send", back, ring * rounds.backward * own),
         ("all_gather", gathers, gathers * payload),

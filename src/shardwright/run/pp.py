@@ -29,7 +29,7 @@ from shardwright.run.dp import PRECISION_DTYPE
 from shardwright.run.kernels import wide
 from shardwright.run.linear import local
 from shardwright.run.model import Microbatch, Part, Stages
-from shardwright.run.recompute import weight_pass
+from shardwright.run.recompute import forget_recomputed, weight_pass
 
 Border = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of what passes between stages."""
@@ -171,6 +171,7 @@ class Stage(PipelineStage):
         if self.outbox is not None:
             self.outbox.has_come_back(bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        forget_recomputed()
         _release(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     def _make_room(self, received: Iterable[_RecvInfo]) -> None:

@@ -5,13 +5,15 @@ the family calls it. A product whose parts tp adds up is kept as the sum: neithe
 """
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import GraphExecGroup, checkpoint
@@ -62,7 +64,10 @@ def apply_recompute(
     if kind == "none":
         return
     wrap = functools.partial(
-        checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+        _recomputing if passes > 1 else checkpoint,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        determinism_check="none",
     )
     for number, layer in model.decoder.layers.items():
         if kind == "selective":
@@ -86,6 +91,34 @@ def weight_pass() -> GraphExecGroup:
     Without, torch recomputes a block once for every group of its parameters.
     """
     return GraphExecGroup()
+
+
+class _Call(checkpointing._CheckpointFrame):
+    """What torch knows of one call of a recomputed block."""
+
+    alive: ClassVar[weakref.WeakSet["_Call"]] = weakref.WeakSet()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.alive.add(self)
+
+
+def _recomputing(*args: Any, **kwargs: Any) -> Any:
+    """``checkpoint``, whose calls ``forget_recomputed`` finds."""
+    original = checkpointing._CheckpointFrame
+    checkpointing._CheckpointFrame = _Call
+    try:
+        return checkpoint(*args, **kwargs)
+    finally:
+        checkpointing._CheckpointFrame = original
+
+
+def forget_recomputed() -> None:
+    """Let go of what a pass for the gradients of inputs has made again and had no use for: what functions
+    written in Python keep for weights. Without, torch holds it until the pass for weights, which makes it
+    once more."""
+    for call in list(_Call.alive):
+        call.recomputed.clear()
 
 
 def kept_modules(spec: ModelSpec, kept: Sequence[str]) -> list[tuple[str, str]]:

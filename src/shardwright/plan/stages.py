@@ -159,12 +159,13 @@ def every_stage(table: LayoutTable, model: ModelSpec) -> list[Stage]:
 
 def _stage(name: str, table: LayoutTable, valid: NDArray[np.bool_], rank: Ints, held: Floats) -> Stage:
     """``held``: by field of ``_Holding``."""
-    count = held[-1]
+    blocks, experts, embedding, head, later, later_experts, count = held
     points = by_schedule(
         table.schedule, flight_points, table.pp, table.chunks, table.microbatches, rank, count
     )
     flight = FlightPoints(*points)
-    return Stage(name, valid, rank, *held, flight=flight)
+    ends = embedding, head
+    return Stage(name, valid, rank, blocks, experts, *ends, later, later_experts, count, flight)
 
 
 Cases = tuple[tuple[int, ...], ...]

@@ -86,6 +86,7 @@ MODELS = {
     "latent_dense": with_experts("deepseek_v3", 2, first_dense_layers=1, **DEEPSEEK).model_copy(
         update=LATENT | {"yarn": YARN, "qkv_bias": True, "out_bias": True}
     ),
+    "deep_dense_first": with_experts("glm4_moe", 4, first_dense_layers=1, shared_ffn=12),
     "gpt2": BASE.model_copy(update=GPT2),
     "deep_gpt2": BASE.model_copy(update=GPT2 | {"layers": 4}),
     "gpt2_untied": BASE.model_copy(update=GPT2 | {"tied_embeddings": False}),

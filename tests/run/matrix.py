@@ -280,6 +280,7 @@ EXPERT_ROWS = [
     row("one_expert", dp_shard=8, zero_stage=2),
     row("one_expert", ep=2, tp=2, sp=True),
     row("deep_experts", pp=2, **ZB, ep=2, **ONE),
+    *(row("deep_dense_first", pp=2, **schedule, ep=2, **ONE, recompute="full") for schedule in (ZB, DUAL)),
     row("deep_experts", pp=2, **ONE_BY_ONE, ep=2, tp=2, sp=True, recompute="full", **ONE),
 ]
 

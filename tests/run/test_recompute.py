@@ -1,5 +1,8 @@
 """Recomputation changes neither loss nor gradients, keeps what it says, and sends what the plan says."""
 
+import gc
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +28,7 @@ from shardwright.run.launch import run_ranks
 from shardwright.run.mesh import build_mesh
 from shardwright.run.meter import MemoryMeter
 from shardwright.run.model import Part, Transformer
-from shardwright.run.recompute import apply_recompute, kept_modules, weight_pass
+from shardwright.run.recompute import apply_recompute, forget_recomputed, kept_modules, weight_pass
 from shardwright.run.step import Stepper, parallel_model
 
 DEEP = MODELS["base"].model_copy(update={"layers": 4})
@@ -146,6 +149,40 @@ def test_two_passes_recompute_twice(recompute):
     found, bodies = both_passes(middle_stage(recompute), x_BSE, grad_BSE)
     torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-12)
     assert bodies == 2 * (1 if recompute == "none" else 3)  # 2 layers: once, and once in each pass
+
+
+def test_a_pass_for_inputs_keeps_nothing_that_is_made_again_for_weights():
+    """Functions written in Python keep inputs for the gradients of weights, which the first pass has no use
+    for: the products of experts."""
+    torch.manual_seed(0)
+    spec = MODELS["deep_experts"]
+    models = [Transformer(spec, Part(range(1, 3), first=False, last=False)).double() for _ in range(2)]
+    for model in models:
+        initialise(model, 0, torch.device("cpu"))
+    plain, model = models
+    apply_recompute(model, "full", (), passes=2)
+    x_BSE = torch.randn(2, 24, spec.hidden, dtype=torch.float64, requires_grad=True)
+    grad_BSE = torch.randn_like(x_BSE)
+    copies = (2 * 24 * spec.moe.top_k, spec.hidden)
+    weights = list(model.parameters())
+    out_BSE = model(x_BSE)
+    (of_x,), groups = stage_backward_input([out_BSE], [grad_BSE], [x_BSE], iter(weights))
+    before = alive(copies)
+    forget_recomputed()
+    assert alive(copies) == before - 2  # one in each layer
+    with weight_pass():
+        stage_backward_weight(iter(weights), groups)
+    found = [of_x, *(weight.grad for weight in weights)]
+    expected = torch.autograd.grad(plain(x_BSE), [x_BSE, *plain.parameters()], grad_BSE)
+    torch.testing.assert_close(found, list(expected), rtol=0, atol=1e-12)
+
+
+def alive(shape):
+    """Tensors of a shape that there are."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns when names it is to lose are looked at
+        return sum(type(each) is torch.Tensor and each.shape == shape for each in gc.get_objects())
 
 
 def products_made(passes, backwards):

@@ -95,7 +95,7 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None 
         *_context_flows(model, job, dense, copies[BLOCK]),
         *_context_flows(model, job, experts, copies[EXPERT_BLOCK]),
         *_expert_flows(model, job, experts, copies),
-        *routing_flows(model, job, table, copies),
+        *routing_flows(model, job, experts, copies),
         *_stage_flows(model, job, table, stage),
         *tied_flows(model, job, table, stage),
         *optimizer_flows(model, job, table, copies),

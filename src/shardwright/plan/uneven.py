@@ -40,7 +40,7 @@ POINTS = ("first", "second", "steady")
 PLACES = ("block", "head", "apart")
 """What is at work: a block in a pass for all gradients, the head, a block in one of two passes apart."""
 
-LONG_ENOUGH = 8
+LONG_ENOUGH = 4
 """Microbatches for each rank from which on a rank's turns are the same again."""
 
 

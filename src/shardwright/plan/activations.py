@@ -4,8 +4,7 @@ plan/block_steps.py writes the block's operations, plan/tape.py plays them.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,29 +51,35 @@ def _that_matters(split: Split, kind: Kind) -> Split:
     return split._replace(cp=cp) if kind == "experts" else split._replace(cp=cp, ep=1, etp=1)
 
 
-class BlockWays(NamedTuple):
+class BlockWays:
     """A block split and recomputed in several ways: each, and of each as columns its moments, three amounts
-    each, the last repeated where others have more, what it keeps for each token, the three numbers of two
-    passes apart, and the moments of the one for weights; ``most`` and these besides what the block keeps."""
+    each, the last repeated where others have more, and what it keeps for each token."""
 
-    kinds: tuple[BlockActivations, ...]
-    moments: NDArray[np.float64]
-    saved: NDArray[np.float64]
-    apart: NDArray[np.float64]
-    weights: NDArray[np.float64]
+    def __init__(self, kinds: tuple[BlockActivations, ...]) -> None:
+        self.kinds = kinds
+        self.saved = np.array([each.saved_bytes for each in kinds])
+        self.moments = _columns([each.moments for each in kinds])
+
+    @cached_property
+    def apart(self) -> NDArray[np.float64]:
+        """The three numbers of two passes apart, ``most`` besides what the block keeps."""
+        apart = np.array([each.apart[:3] for each in self.kinds])
+        apart[:, 0] -= self.saved
+        return apart
+
+    @cached_property
+    def weights(self) -> NDArray[np.float64]:
+        """The moments of the pass for weights, besides what the block keeps."""
+        weights = _columns([each.apart.weights for each in self.kinds])
+        weights[:, :, 0] -= self.saved[:, None]
+        return weights
 
 
 @lru_cache(maxsize=256)
 def activations_of(model: ModelSpec, job: Job, splits: tuple[Split, ...], kind: Kind = "dense") -> BlockWays:
     """Of every split, every kind of recomputation."""
     found = (_activations(model, job, _that_matters(split, kind), kind) for split in splits)
-    kinds = tuple(ways[recompute] for ways in found for recompute in RECOMPUTE_KINDS)
-    saved = np.array([each.saved_bytes for each in kinds])
-    apart = np.array([each.apart[:3] for each in kinds])
-    apart[:, 0] -= saved
-    weights = _columns([each.apart.weights for each in kinds])
-    weights[:, :, 0] -= saved[:, None]
-    return BlockWays(kinds, _columns([each.moments for each in kinds]), saved, apart, weights)
+    return BlockWays(tuple(ways[recompute] for ways in found for recompute in RECOMPUTE_KINDS))
 
 
 def _columns(moments: Sequence[tuple[Moment, ...]]) -> NDArray[np.float64]:

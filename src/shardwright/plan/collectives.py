@@ -91,19 +91,30 @@ class Route:
         return bool((degree == 1).all())
 
     @cached_property
-    def costs(self) -> Mapping[str, tuple[Cost, ...]]:
-        """Algorithms of every collective, those left out that another beats at any size."""
+    def known_costs(self) -> dict[str, tuple[Cost, ...]]:
+        """What ``costs`` has found."""
+        return {}
+
+    def costs(self, collective: str) -> tuple[Cost, ...]:
+        """Algorithms of a collective, those left out that another beats at any size."""
+        if collective not in self.known_costs:
+            self.known_costs[collective] = self._costs(collective)
+        return self.known_costs[collective]
+
+    def _costs(self, collective: str) -> tuple[Cost, ...]:
         if (self.degree == 1).all():
             none = np.zeros(self.degree.shape)
-            return dict.fromkeys(COLLECTIVES, (Cost(none, none, none),))
-        gather = (_ring(self, 1), _ring(self, 1, small=True), _logarithmic(self))
-        both = (
-            *(_ring(self, 2), _ring(self, 2, small=True), _tree(self), _tree(self, small=True)),
-            *(_hierarchical(self), _in_switches(self)),
-        )
-        trades, hops = ((way(self), way(self, small=True)) for way in (_trade, _hop))
-        found = dict(zip(COLLECTIVES, (gather, gather, both, trades, hops), strict=True))
-        return {name: self._useful(costs) for name, costs in found.items()}
+            return (Cost(none, none, none),)
+        if collective in ("all_gather", "reduce_scatter"):
+            return self._useful((_ring(self, 1), _ring(self, 1, small=True), _logarithmic(self)))
+        if collective == "all_reduce":
+            rings, trees = (
+                (_ring(self, 2), _ring(self, 2, small=True)),
+                (_tree(self), _tree(self, small=True)),
+            )
+            return self._useful((*rings, *trees, _hierarchical(self), _in_switches(self)))
+        way = {"all_to_all": _trade, "send": _hop}[collective]
+        return self._useful((way(self), way(self, small=True)))
 
     def _useful(self, costs: tuple[Cost, ...]) -> tuple[Cost, ...]:
         kept: list[Cost] = []
@@ -115,7 +126,7 @@ class Route:
     def at(self, index: NDArray[np.intp]) -> "Route":
         """The same for layouts that have the placements of ``index``."""
         route = replace(self, index=index)
-        route.__dict__["costs"] = self.costs  # worked out once for all
+        route.__dict__["known_costs"] = self.known_costs  # worked out once for all
         return route
 
     def mapped(self, part: ColumnMap) -> "Route":
@@ -242,7 +253,7 @@ def collective_time(collective: str, payload_bytes: ArrayLike, launches: ArrayLi
     if route.alone:
         places = route.degree if route.index is None else route.index
         return np.zeros(np.broadcast_shapes(payload.shape, count.shape, places.shape))
-    times = (_time(cost, payload, count, route) for cost in route.costs[collective])
+    times = (_time(cost, payload, count, route) for cost in route.costs(collective))
     return route.corrected(collective, reduce(np.minimum, times), payload, count)
 
 

@@ -19,7 +19,7 @@ from shardwright.plan.accounting import is_trained
 from shardwright.plan.activations import (
     ELEMENT_BYTES,
     WIDE_BYTES,
-    BlockActivations,
+    BlockWays,
     Kind,
     Split,
     activations_of,
@@ -166,13 +166,7 @@ class BlockKinds(NamedTuple):
     ``plain`` is the same block without recomputation, which a row has beside it if it recomputes every k-th.
     """
 
-    kinds: Sequence[BlockActivations]
-    moments: (
-        Floats  # of every kind: its moments, three amounts each; the last repeated where others have more
-    )
-    saved: Floats  # of every kind: kept for each token
-    apart: Floats  # of every kind: the numbers of ``Apart``
-    weights: Floats  # of every kind: moments of a pass for weights, as ``moments``
+    ways: BlockWays
     row: NDArray[np.intp]
     plain: NDArray[np.intp]
     share: Floats  # of blocks that recompute
@@ -180,9 +174,10 @@ class BlockKinds(NamedTuple):
     @property
     def saved_bytes(self) -> Floats:
         """Kept by a block for each token, the mean [B]."""
+        saved = self.ways.saved
         if (self.share == 1).all():
-            return np.asarray(self.saved[self.row])
-        return self.saved[self.row] * self.share + self.saved[self.plain] * (1 - self.share)
+            return np.asarray(saved[self.row])
+        return saved[self.row] * self.share + saved[self.plain] * (1 - self.share)
 
 
 def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "dense") -> BlockKinds:
@@ -196,7 +191,7 @@ def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "de
     )
     ways = activations_of(model, job, tuple(splits), kind)
     plain = row * len(RECOMPUTE_KINDS)
-    return BlockKinds(*ways, plain + table.recompute, plain, 1 / table.recompute_every)
+    return BlockKinds(ways, plain + table.recompute, plain, 1 / table.recompute_every)
 
 
 def _amounts(gathered: UnitElements, trained: UnitElements, job: Job) -> Amounts:

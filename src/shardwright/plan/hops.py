@@ -30,7 +30,10 @@ class Hops:
         self.domains = tuple(level.ranks for level in cluster.domains)
         self.ranks = cluster.ranks
         self.strides = np.broadcast_to(placements(table, ("pp",))["pp"].stride, table.rows).tolist()
-        pairs = [{**routes, "pp": _pair(cluster, level)} for level in range(len(self.domains))]
+        piped = bool((table.pp > 1).any())
+        pairs = [{**routes, "pp": _pair(cluster, level)} for level in range(len(self.domains) * piped)]
+        if not pairs:
+            return
         times = [np.broadcast_to(hop_time(model, job, table, each), table.rows) for each in pairs]
         self.by_level = np.stack(times, axis=1)
 
@@ -45,6 +48,7 @@ class Hops:
         return np.stack([self.by_level[row, levels[self.strides[row]]] for row in rows])
 
 
+@lru_cache(maxsize=64)
 def _pair(cluster: Cluster, outermost: int) -> Route:
     """The way between two ranks that ``outermost`` is the first level to join."""
     inside, across = (np.array([2]), np.array([1])), (np.array([1]), np.array([2]))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.plan.activations import BlockActivations, Kind
+from shardwright.plan.activations import BlockWays, Kind
 from shardwright.plan.flights import More
 from shardwright.plan.holdings import BlockKinds, Means, RankStep
 from shardwright.plan.stages import Stage
@@ -26,9 +26,7 @@ class Variant(NamedTuple):
     """Blocks of one kind, recomputed or not, and the rows whose rank has them: of every way of splitting
     them, moments of a backward pass and of one for weights."""
 
-    kinds: Sequence[BlockActivations]
-    moments: Floats
-    weights: Floats
+    ways: BlockWays
     row: NDArray[np.intp]
     valid: NDArray[np.bool_]
     plain: bool = False  # not recomputed, in rows that recompute others
@@ -55,17 +53,14 @@ def variants_of(
         ways = [(own.row, looked_at)]
         if some.any():
             ways.append((own.plain, looked_at & some))
-        variants += [
-            Variant(own.kinds, own.moments, own.weights, *way, plain=place > 0)
-            for place, way in enumerate(ways)
-        ]
+        variants += [Variant(own.ways, *way, plain=place > 0) for place, way in enumerate(ways)]
         share = 1.0 if len(kinds) == 1 else blocks / stage.blocks
         saved = saved + share * own.saved_bytes
         if in_two_passes:
-            waits = waits + share * own.apart[own.row, 1]
-            left = left + share * own.apart[own.row, 2]
+            waits = waits + share * own.ways.apart[own.row, 1]
+            left = left + share * own.ways.apart[own.row, 2]
             for row, valid in ways:
-                most = np.maximum(most, np.where(valid, own.apart[row, 0], -np.inf))
+                most = np.maximum(most, np.where(valid, own.ways.apart[row, 0], -np.inf))
     return variants, Means(saved, waits, left, most)
 
 
@@ -80,7 +75,7 @@ def in_passes_apart(variants: Sequence[Variant], more: More | None) -> Sequence[
 def each_inside(merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Iterator[Inside]:
     """Every moment inside a block, of every way of splitting and recomputing it."""
     for variant in variants:
-        for kind, activations in enumerate(variant.kinds):
+        for kind, activations in enumerate(variant.ways.kinds):
             rows = (variant.row == kind) & variant.valid
             for moment in activations.moments:
                 fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
@@ -90,7 +85,7 @@ def each_inside(merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Itera
 def each_weights(merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Iterator[Inside]:
     """The same of a pass for weights, besides what the block keeps."""
     for variant in variants:
-        for kind, activations in enumerate(variant.kinds):
+        for kind, activations in enumerate(variant.ways.kinds):
             rows = (variant.row == kind) & variant.valid
             for moment in activations.apart.weights:
                 fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
@@ -99,12 +94,12 @@ def each_weights(merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Iter
 
 def worst_inside(step: RankStep, merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Inside:
     """The largest moment inside a block, row by row; where gradients merge, only the last made counts."""
-    return _worst(step, merges, [(each.moments, each.row, each.valid) for each in variants], "backward")
+    return _worst(step, merges, [(each.ways.moments, each.row, each.valid) for each in variants], "backward")
 
 
 def worst_weights(step: RankStep, merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Inside:
     """The same of a pass for weights, besides what the block keeps."""
-    return _worst(step, merges, [(each.weights, each.row, each.valid) for each in variants], "weights")
+    return _worst(step, merges, [(each.ways.weights, each.row, each.valid) for each in variants], "weights")
 
 
 def _worst(

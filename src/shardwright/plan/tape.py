@@ -4,8 +4,9 @@ The operations are data: what each reads, makes and keeps. From them follow the 
 working set while the sequence is computed again and while its gradients are made, in autograd's order.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from shardwright.layout import Recompute
@@ -63,7 +64,12 @@ class BlockActivations:
 
     saved: Mapping[str, float]
     moments: tuple[Moment, ...]
-    apart: Apart
+    two_passes: Callable[[], Apart]
+
+    @cached_property
+    def apart(self) -> Apart:
+        """Of a pass for inputs and one for weights, which few schedules have: played once it is asked for."""
+        return self.two_passes()
 
     @property
     def saved_bytes(self) -> float:
@@ -105,9 +111,9 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
     output = next(iter(ops[-1].makes))
     backward = _backward(ops, sizes, needed, output)
     after = backward if again == needed else _backward(ops, sizes, again, output)
-    apart = _apart(steps, sizes, needed, needed, output)
+    two_passes = partial(_apart, steps, sizes, needed, needed, output)
     found: dict[Recompute, BlockActivations] = {
-        "none": BlockActivations(_kept(sizes, needed), backward, apart)
+        "none": BlockActivations(_kept(sizes, needed), backward, two_passes)
     }
     recomputed: tuple[tuple[Recompute, set[str]], ...]
     recomputed = (("selective", stays | set(source)), ("full", set(source)))
@@ -116,9 +122,9 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
         tape = _Tape(dict(kept) | {"grad": sizes[output]})
         _recompute(tape, steps, again)
         largest = sorted(tape.moments, key=lambda moment: -moment.token_bytes)[:1]  # no gradients yet
-        apart = _apart(steps, sizes, again, saved, output)
-        most = max([apart.most, *(moment.token_bytes for moment in largest)])
-        found[kind] = BlockActivations(kept, _worst([*largest, *after]), apart._replace(most=most))
+        least = max((moment.token_bytes for moment in largest), default=0.0)
+        two_passes = partial(_apart, steps, sizes, again, saved, output, least)
+        found[kind] = BlockActivations(kept, _worst([*largest, *after]), two_passes)
     return found
 
 
@@ -152,11 +158,16 @@ def _backward(
 
 
 def _apart(
-    steps: Sequence[Step], sizes: Mapping[str, float], needed: set[str], saved: set[str], output: str
+    steps: Sequence[Step],
+    sizes: Mapping[str, float],
+    needed: set[str],
+    saved: set[str],
+    output: str,
+    least: float = 0.0,
 ) -> Apart:
-    """The gradients of inputs alone, then those of weights. A graph that waits for its second pass frees
-    nothing that is ``saved``, and keeps the gradient of the output of each operation with weights; what is
-    ``needed`` besides is made again in each pass."""
+    """The gradients of inputs alone, ``least`` before there are any, then those of weights. A graph that
+    waits for its second pass frees nothing that is ``saved``, and keeps the gradient of the output of each
+    operation with weights; what is ``needed`` besides is made again in each pass."""
     ops = [op for step in steps for op in step]
     inputs = [op._replace(gradient=0.0) for op in ops]
     trained = {name for op in ops if op.gradient for name in op.makes}
@@ -168,7 +179,7 @@ def _apart(
         _recompute(weights, steps, needed | set(waits))
     _weights(weights, ops, sizes, held.left, stays=saved if saved != needed else set())
     return Apart(
-        max(moment.token_bytes for moment in tape.moments),
+        max(least, *(moment.token_bytes for moment in tape.moments)),
         sum(waits.values()),
         sum(weights.live.values()),
         _worst(weights.moments),

@@ -110,7 +110,7 @@ def _by_way(kinds: Mapping[Kind, BlockKinds]) -> list[tuple[Floats, Floats]]:
         if own is None:
             found += [(np.zeros(1), np.zeros(1))] * 2
         else:
-            found += [(own.saved[row], own.apart[row, 0]) for row in (own.plain, own.row)]
+            found += [(own.ways.saved[row], own.ways.apart[row, 0]) for row in (own.plain, own.row)]
     return found
 
 

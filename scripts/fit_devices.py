@@ -354,7 +354,7 @@ def line(errors: np.ndarray) -> str:
 
 
 def figures(data: Data, errors: np.ndarray) -> dict[str, object]:
-    """Errors of all rows, of dense and MoE models, and sweeps."""
+    """Errors of all rows, of dense and MoE models and of each source, and sweeps."""
     moe = np.array([case.model.moe is not None for case in data.cases])
     measured, predicted = np.exp(data.logs), np.exp(data.logs + errors)
     found = sweeps_of(data.cases, measured, predicted)
@@ -367,6 +367,10 @@ def figures(data: Data, errors: np.ndarray) -> dict[str, object]:
             "mean_regret": float(np.mean([s.regret for s in found])),
             "worst_regret": max(s.regret for s in found),
             "mean_tau": float(np.mean([s.tau for s in found])),
+        },
+        "sources": {
+            source: errors_of(errors[[case.row["source_id"] == source for case in data.cases]])
+            for source in sorted({case.row["source_id"] for case in data.cases})
         },
     }
 

@@ -22,7 +22,7 @@ from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import Mla, ModelSpec, Moe, preset
 from shardwright.plan import holdings, memory, moments, traffic
-from shardwright.plan.activations import activations_of
+from shardwright.plan.activations import BlockWays, activations_of
 from shardwright.plan.explain import plan_of
 from shardwright.plan.held_units import held_units
 from shardwright.plan.params import EMBEDDING, HEAD
@@ -277,11 +277,12 @@ def saved_twice(name):
 
     def activations(*args):
         found = activations_of(*args)
-        kinds = [
-            dataclasses.replace(block, saved={**block.saved, "again": block.saved[name]})
-            for block in found.kinds
-        ]
-        return found._replace(kinds=kinds, saved=np.array([block.saved_bytes for block in kinds]))
+        return BlockWays(
+            tuple(
+                dataclasses.replace(block, saved={**block.saved, "again": block.saved[name]})
+                for block in found.kinds
+            )
+        )
 
     return activations
 

@@ -343,8 +343,7 @@ def test_the_published_layouts_of_llama_3_405b_fit(seq, batch, cp):
         assert not faults(layout, job, cluster) + model_faults(layout, model, job)
     table = table_of(layouts, model.layers)
     fits = device_memory(model, job, cluster.device, table) <= cluster.device.memory
-    # with some recomputation; but what InterleavedZeroBubble keeps for its passes for weights is too much
-    assert fits.reshape(3, 3).any(axis=1).tolist() == [True, True, False]
+    assert fits.reshape(3, 3).any(axis=1).all()  # with some recomputation
     used = mfu(model, job, cluster, step_time(model, job, cluster, table).time)[fits]
     assert 0.2 < used.min() < used.max() < 0.7
 

@@ -146,7 +146,8 @@ def test_without_overlap_all_traffic_is_exposed_and_each_collective_once(model, 
 )
 def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, per_node, data):
     """Sends to other stages wait in the bubble; the traffic is that of a rank with most layers and the head,
-    of which there may be none."""
+    of which there may be none. Where blocks are recomputed for weights too, the first rank, which does not,
+    may be the busiest: see the next test."""
     cluster = with_device(cluster_of("h100-sxm", ranks, per_node), overlap=0.0)
     model = SPEC.model_copy(update={"layers": layers})
     table = table_for(model, cluster)
@@ -155,6 +156,7 @@ def test_without_overlap_a_pipeline_rank_exposes_what_it_sends(layers, ranks, pe
     layout = table.layout(row, model.layers)
     found = explanation(plan_of(model, JOB, cluster, layout))
     last = layers // table.pp[row] * table.pp[row] == layers and table.ends[row] == 0
+    last = last and not (table.recompute[row] > 0 and table.schedule[row] in SPLIT_BACKWARD)
     for flow in found["traffic"]:
         if (flow["axis"], flow["collective"]) == ("pp", "send"):
             assert flow["exposed_time"] == 0

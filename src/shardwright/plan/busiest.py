@@ -77,25 +77,47 @@ def work_times(
             for work in works
         ]
     found = [_weighted(count, times, axis) for count in counts]
-    if parts.again is None or not np.any(apart):
-        return found
-    return [each + again for each, again in zip(found, again_times(parts, works, names, apart), strict=True)]
+    return with_again(found, parts, works, names, apart, axis)
 
 
-def again_times(
-    parts: Parts, works: Sequence[Work], names: Sequence[str], apart: Floats | float
+def with_again(
+    times: list[Floats],
+    parts: Parts,
+    works: Sequence[Work],
+    names: Sequence[str],
+    apart: Floats | float,
+    axis: int | None,
 ) -> list[Floats]:
-    """Some times of recomputing once more, for the gradients of weights, the blocks of ranks that are not of
-    the first stage."""
-    if parts.again is None:
-        return [np.zeros((1,) * np.ndim(apart))] * len(works)
+    """``times`` of ranks, and those of recomputing once more, for the gradients of weights, the blocks that
+    are not of the first stage; with an ``axis``, worked out for those of its places that have such passes."""
+    if parts.again is None or not np.any(apart):
+        return times
     again = added(*(getattr(parts.again, name) for name in names))
-    if parts.experts_again is None:
-        return [np.asarray(apart * work.later) * again for work in works]
-    experts = added(*(getattr(parts.experts_again, name) for name in names))
-    return [
-        apart * ((work.later - work.later_experts) * again + work.later_experts * experts) for work in works
-    ]
+    other = parts.experts_again
+    experts = again if other is None else added(*(getattr(other, name) for name in names))
+    if axis is None:
+        return [
+            time + apart * ((work.later - work.later_experts) * again + work.later_experts * experts)
+            for time, work in zip(times, works, strict=True)
+        ]
+    share = np.asarray(apart)
+    axes = tuple(place for place in range(share.ndim) if place != axis)
+    there = np.flatnonzero(share.any(axis=axes))
+    share = share.take(there, axis=axis)
+    found = []
+    for time, work in zip(times, works, strict=True):
+        later, with_experts = (
+            np.take(column, there, axis=axis) for column in (work.later, work.later_experts)
+        )
+        more = share * (later - with_experts) * again if other is not None else share * later * again
+        if other is not None:
+            more = more + share * with_experts * experts
+        every = list(np.broadcast_shapes(time[(slice(None),) * axis + (slice(1),)].shape, more.shape))
+        every[axis] = time.shape[axis]
+        whole = time if time.shape == tuple(every) else np.broadcast_to(time, every).copy()
+        whole[(slice(None),) * axis + (there,)] += more
+        found.append(whole)
+    return found
 
 
 def _weighted(counts: Sequence[Floats], times: Sequence[Floats], axis: int | None) -> Floats:

@@ -102,10 +102,13 @@ def least(
     cluster: Cluster,
     grid: Grid,
     routes: Mapping[str, Route] | None = None,
+    *,
+    alone: bool = False,
 ) -> Timed:
-    """A grid with what every layout takes at least; ``routes`` of all its axes if they are at hand."""
+    """A grid with what every layout takes at least; ``routes`` of all its axes if they are at hand.
+    ``alone``: nothing else will be asked of it."""
     routes = routes or routes_of(cluster, grid.table)
-    parts = part_times(model, job, cluster, grid.table, routes)
+    parts = part_times(model, job, cluster, grid.table, routes, again=not alone)
     time = least_time(model, grid.table, parts)
     outside = np.where(grid.valid, 0.0, np.inf)
     return Timed(grid, time, outside, routes, parts, every_place(grid))

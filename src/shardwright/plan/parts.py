@@ -95,18 +95,23 @@ def part_times(
     cluster: Cluster,
     table: LayoutTable,
     routes: Mapping[str, Route] | None = None,
+    *,
+    again: bool = True,
 ) -> Parts:
-    """Seconds of one microbatch in each part, for every row; ``routes`` of all axes if they are at hand."""
+    """Seconds of one microbatch in each part, for every row; ``routes`` of all axes if they are at hand.
+    ``again``: with what recomputing for weights takes."""
     routes = routes or routes_of(cluster, table)
     tokens = table.micro_batch * job.seq / table.cp
     by_sequence = np.where(table.sp == 1, table.tp, 1)
     work = Computation(tokens, table.tp, by_sequence, table.cp, table.cp_kind, table.ep, table.etp)
     blocks = [_block(model, job, cluster.device, table, routes, work, kind) for kind in model.block_kinds]
-    again = _again(model, job, cluster.device, table, routes, work, blocks)
+    more: list[Part | None] = [None]
+    if again:
+        more = _again(model, job, cluster.device, table, routes, work, blocks)
     ends = _ends(model, job, cluster.device, table, routes, work)
     if "experts" not in model.block_kinds:
-        return Parts(blocks[0], None, *ends, again[0], None)
-    return Parts(blocks[0], blocks[-1], *ends, again[0], again[-1])
+        return Parts(blocks[0], None, *ends, more[0], None)
+    return Parts(blocks[0], blocks[-1], *ends, more[0], more[-1])
 
 
 def hop_time(model: ModelSpec, job: Job, table: LayoutTable, routes: Mapping[str, Route]) -> Floats:

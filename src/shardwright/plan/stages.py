@@ -267,18 +267,19 @@ def alike(table: LayoutTable, model: ModelSpec) -> tuple[NDArray[np.intp], NDArr
     """Of a table whose pipelines lie along one axis: the first of each way of sharing out the model among the
     busiest ranks and of passes for weights apart, and which of these each one has."""
     cases, index = _pipelines(table)
-    way = _ways(expert_layers(model), cases)[index.ravel()]
     apart = np.where(_APART == 1, -1, np.sign(_APART))[table.schedule]
     apart = np.where(apart > 0, table.pp, apart).ravel()
+    ways = (_ways(expert_layers(model), cases, fields)[index.ravel()] for fields in (4, len(Work._fields)))
+    way = np.where(apart == 0, *ways)  # which stages come first matters to passes apart alone
     _, first, row = np.unique(np.stack([way, apart]), axis=1, return_index=True, return_inverse=True)
     return first, row.ravel()
 
 
 @_remembered
-def _ways(experts: tuple[bool, ...], cases: Cases) -> NDArray[np.intp]:
-    """Cases whose busiest ranks run the same have the same number."""
+def _ways(experts: tuple[bool, ...], cases: Cases, fields: int) -> NDArray[np.intp]:
+    """Cases whose busiest ranks run the same, by so many fields of ``Work``, have the same number."""
     numbers: dict[tuple[float, ...], int] = {}
-    works = _busiest_of(experts, cases).reshape(-1, len(cases)).T.tolist()
+    works = _busiest_of(experts, cases)[:, :fields].reshape(-1, len(cases)).T.tolist()
     return np.array([numbers.setdefault(tuple(work), len(numbers)) for work in works], dtype=np.intp)
 
 

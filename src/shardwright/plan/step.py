@@ -20,7 +20,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row
 from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, makespan_bubble
-from shardwright.plan.busiest import EVERY, INSIDE, BusiestRank, again_times, busiest_rank, work_times
+from shardwright.plan.busiest import EVERY, INSIDE, BusiestRank, busiest_rank, with_again, work_times
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
@@ -219,8 +219,8 @@ def _pace(table: LayoutTable, rank: BusiestRank, busy: Floats) -> Pace:
         return Pace(busy, none, none)
     once = rank._replace(apart=np.zeros((1,) * table.pp.ndim))
     ahead = [a + b / 2 for a, b in zip(once.times("forward"), once.times(*INSIDE), strict=True)]
-    again = again_times(rank.parts, rank.works, EVERY, rank.apart)
-    weights = [a + b for a, b in zip(once.times("weight_gradients"), again, strict=True)]
+    axis = rank.spread and rank.spread.axis
+    weights = with_again(once.times("weight_gradients"), rank.parts, rank.works, EVERY, rank.apart, axis)
     return Pace(busy, rank.pick(ahead), rank.pick(weights))
 
 

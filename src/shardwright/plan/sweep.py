@@ -61,7 +61,7 @@ def evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[G
     pieces = [piece for grid in grids for piece in _pieces(grid)]
     routes = shared_routes(cluster, [grid.table for grid in pieces]) if pieces else []
     every = list(zip(pieces, routes, strict=True))
-    promises = [_promise(least(model, job, cluster, _plain(grid), ways)) for grid, ways in every]
+    promises = [_promise(least(model, job, cluster, _plain(grid), ways, alone=True)) for grid, ways in every]
     waiting: list[Timed] = []
     for n in sorted(range(len(every)), key=promises.__getitem__):  # what the first reach puts others out
         grid = least(model, job, cluster, *every[n])

@@ -23,6 +23,7 @@ from shardwright.plan.placement import routes_of
 from shardwright.plan.space import BATCH, GRID_AXES, INNER, MEMORY, PIPE, Grid
 from shardwright.plan.step import Pace, idle_time, least_time, outside_time, pace_of
 from shardwright.plan.table import ColumnMap, Floats, added, part_along
+from shardwright.plan.uneven import may_be_unlike
 
 BLOCK_ROWS = 65_536
 """Layouts summed at once: above it arrays fall out of the caches, below it numpy's calls dominate."""
@@ -153,6 +154,28 @@ def evaluate(
 ) -> Iterator[Evaluated]:
     """Memory of every layout of a grid beside its time, piece by piece; pieces without a step of less than
     ``below`` seconds are left out."""
+    ranks = timed.ranks or rank_states(model, job, cluster.device, timed.grid.table)
+    for part in _by_likeness(timed._replace(ranks=ranks)):
+        yield from _evaluate(model, job, cluster, part, below)
+
+
+def _by_likeness(timed: Timed) -> Iterator[Timed]:
+    """A grid in two where ranks of some of its pipelines may have unlike stages (plan/uneven.py), which take
+    many more sums."""
+    assert timed.ranks is not None
+    unlike = may_be_unlike(timed.grid.table, timed.ranks.stage).any(axis=0)
+    axes = [axis for axis, places in enumerate(unlike.shape) if places > 1]
+    there = unlike.ravel()
+    if len(axes) != 1 or there.all() or not there.any():
+        yield timed
+        return
+    yield timed.at({axes[0]: np.flatnonzero(~there)})
+    yield timed.at({axes[0]: np.flatnonzero(there)})
+
+
+def _evaluate(
+    model: ModelSpec, job: Job, cluster: Cluster, timed: Timed, below: float
+) -> Iterator[Evaluated]:
     grid = timed.grid
     shape = grid.table.shape
     ranks = timed.ranks or rank_states(model, job, cluster.device, grid.table)

@@ -50,7 +50,7 @@ def more_in_flight(
     """What rows whose stages are unlike have in flight beside what a mean block gives; 0 in others. None: no
     row has such stages.
     """
-    few = (table.pp > 1) & (stage.blocks < FEW_LAYERS * stage.stages) & (table.offload < 2)
+    few = may_be_unlike(table, stage) & (table.offload < 2)
     if not few.any():
         return None
     every = np.where(table.recompute > 0, table.recompute_every, 1)
@@ -69,6 +69,11 @@ def more_in_flight(
     spread = np.zeros((*_SHAPE, there.size))
     spread[..., rows] = np.moveaxis(numbers, 0, -1)
     return _beyond_mean(there.reshape(shape), spread.reshape(*_SHAPE, *shape), stage, kinds, means)
+
+
+def may_be_unlike(table: LayoutTable, stage: Stage) -> NDArray[np.bool_]:
+    """Rows of whose ranks some have so few layers a stage that their stages may be unlike."""
+    return np.asarray((table.pp > 1) & (stage.blocks < FEW_LAYERS * stage.stages) & stage.valid)
 
 
 def _beyond_mean(

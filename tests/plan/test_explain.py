@@ -75,7 +75,8 @@ def test_one_layout_has_one_step_time():
     """The search's row, the prediction of its plan and its explanation: the same to the last digit."""
     found = find(DENSE, JOB, CLUSTER, {"pp": 4, "tp": 1}, top=3)
     rows = found.document["best"]
-    assert len(rows) >= 3  # those that run, and faster ones that are only modelled
+    assert [row["runnable"] for row in rows[:3]] == [True] * 3
+    assert not any(row["runnable"] for row in rows[3:])  # faster ones that are only modelled
     for row in rows:
         layout = Layout.checked(row["layout"])
         step = document(DENSE, layout)["step"]

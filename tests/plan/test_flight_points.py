@@ -69,6 +69,32 @@ def test_passes_apart_are_those_of_later_stages(name, chunks, ranks, m):
             assert counted == pytest.approx(part * m * len(later))
 
 
+def left_in_the_last_pass_for_inputs(name, ranks, chunks, microbatches, rank):
+    """Chunks with gradients of a pass for weights alone, in the last pass for inputs before a chunk is
+    through, if no forward pass is left by then."""
+    first = chunks_of(name, ranks, chunks, rank).get(0)
+    acts = [(kind, chunk) for kind, chunk, _ in actions_of(name, ranks, chunks, microbatches, rank)]
+    end = min(max(n for n, act in enumerate(acts) if act in (("B", c), ("W", c))) for c in range(chunks))
+    begin = max(n for n, (kind, _) in enumerate(acts) if kind == "F")
+    fresh, found = set(), 0
+    for place, (kind, chunk) in enumerate(acts[:end]):
+        if kind == "I" and chunk != first:
+            found = len(fresh) if place > begin else 0
+            fresh.discard(chunk)
+        elif kind == "W" and chunk != first:
+            fresh.add(chunk)
+    return found
+
+
+@pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(("ranks", "times"), [(2, 2), (3, 3), (4, 2), (6, 2), (8, 2), (8, 4)])
+def test_gradients_left_in_the_tail_are_those_of_the_order(name, ranks, times):
+    for rank in range(1, ranks):
+        points = FlightPoints(*flight_points(name, ranks, 2, ranks * times, rank, 2))
+        found = left_in_the_last_pass_for_inputs(name, ranks, 2, ranks * times, rank)
+        assert found == points.tail_left * 2, rank
+
+
 def at_the_first_reduction(name, ranks, chunks, microbatches, rank):
     """Chunks whose gradients have been added up; others than the one that is through and the model's first
     that have some of a pass for weights alone; and those that only wait for the gradients of weights."""

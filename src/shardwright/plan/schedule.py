@@ -279,20 +279,24 @@ def build_order(schedule: str, ranks: int, chunks: int, microbatches: int) -> Or
     if fault:
         raise LayoutError(fault)
     row = SCHEDULES[schedule]
-    each = microbatches // row.pipelines
     stage_rank = stage_ranks(schedule, ranks, chunks)
-    parts = []
-    for rank in range(ranks):
-        stages = np.flatnonzero(stage_rank == rank)
-        if row.pipelines == 2 and rank >= ranks // 2:
-            stages = stages[::-1]  # the pipeline that starts on the nearer end comes first
-        words = row.words(ranks, chunks, each, rank)
-        chunk, kind = words // CHUNK, words % FUSED
-        number = _microbatch(kind, chunk, each, row.newest_first)
-        kept = number < each
-        columns = (kind, stages[chunk], number, words % CHUNK // FUSED)
-        parts.append([column[kept] for column in columns])
-    return _order(schedule, each, row.pipelines, stage_rank, parts)
+    parts = [rank_order(schedule, ranks, chunks, microbatches, rank) for rank in range(ranks)]
+    return _order(schedule, microbatches // row.pipelines, row.pipelines, stage_rank, parts)
+
+
+def rank_order(schedule: str, ranks: int, chunks: int, microbatches: int, rank: int) -> list[Ints]:
+    """What one rank runs, as the columns of an ``Order``: kind, stage, microbatch, fused."""
+    row = SCHEDULES[schedule]
+    each = microbatches // row.pipelines
+    stages = np.flatnonzero(stage_ranks(schedule, ranks, chunks) == rank)
+    if row.pipelines == 2 and rank >= ranks // 2:
+        stages = stages[::-1]  # the pipeline that starts on the nearer end comes first
+    words = row.words(ranks, chunks, each, rank)
+    chunk, kind = words // CHUNK, words % FUSED
+    number = _microbatch(kind, chunk, each, row.newest_first)
+    kept = number < each
+    columns = (kind, stages[chunk], number, words % CHUNK // FUSED)
+    return [column[kept] for column in columns]
 
 
 def _microbatch(kind: Ints, chunk: Ints, microbatches: int, newest_first: bool) -> Ints:

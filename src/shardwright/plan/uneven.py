@@ -5,8 +5,9 @@ a microbatch than another: of few layers every second is recomputed, or an end o
 stages in flight of such a rank are counted by the order in which it runs them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,10 @@ from shardwright.model import ModelSpec
 from shardwright.plan.activations import Kind
 from shardwright.plan.flights import More
 from shardwright.plan.holdings import BlockKinds, Means
-from shardwright.plan.schedule import FORWARD, FULL, INPUT, WEIGHT, build_order, why_not
+from shardwright.plan.schedule import FORWARD, FULL, INPUT, WEIGHT, rank_order, why_not
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.stages import TWO_WAY, Stage, expert_layers, ranks_stages
-from shardwright.plan.table import Floats, LayoutTable, distinct
+from shardwright.plan.table import Floats, Ints, LayoutTable, distinct
 
 FEW_LAYERS = 2
 """Layers of a stage, the mean, from which on stages of a rank count as alike."""
@@ -55,20 +56,14 @@ def more_in_flight(
         return None
     every = np.where(table.recompute > 0, table.recompute_every, 1)
     columns = (table.schedule, table.pp, table.chunks, table.ends, table.microbatches, every, stage.rank)
-    shape = np.broadcast_shapes(few.shape, *(column.shape for column in columns))
-    rows = np.flatnonzero(np.broadcast_to(few, shape))
-    cases, index = distinct(*(np.broadcast_to(column, shape).ravel()[rows] for column in columns))
+    cases, index = distinct(*(np.where(few, column + 1, 0) for column in columns))  # 0: no such row
     experts = expert_layers(model)
-    counted = [_counted(experts, *case) for case in cases]
+    counted = [_counted(experts, *(number - 1 for number in case)) if any(case) else None for case in cases]
     unlike = np.array([each is not None for each in counted])
     if not unlike.any():
         return None
-    numbers = np.array([np.zeros(_SHAPE) if each is None else each for each in counted])[index.ravel()]
-    there = np.zeros(int(np.prod(shape)), dtype=bool)
-    there[rows] = unlike[index.ravel()]
-    spread = np.zeros((*_SHAPE, there.size))
-    spread[..., rows] = np.moveaxis(numbers, 0, -1)
-    return _beyond_mean(there.reshape(shape), spread.reshape(*_SHAPE, *shape), stage, kinds, means)
+    numbers = np.array([np.zeros(_SHAPE) if each is None else each for each in counted])
+    return _beyond_mean(unlike[index], np.moveaxis(numbers, 0, -1), index, stage, kinds, means)
 
 
 def may_be_unlike(table: LayoutTable, stage: Stage) -> NDArray[np.bool_]:
@@ -79,28 +74,31 @@ def may_be_unlike(table: LayoutTable, stage: Stage) -> NDArray[np.bool_]:
 def _beyond_mean(
     there: NDArray[np.bool_],
     numbers: Floats,
+    index: NDArray[np.intp],
     stage: Stage,
     kinds: Mapping[Kind, BlockKinds],
     means: Means,
 ) -> More:
-    """``numbers``: of ``_counted``, by point, place and what is counted [4, 3, 12, B]."""
+    """``numbers``: of ``_counted``, by point, place, what is counted, and case [4, 3, 12, cases]; ``index``:
+    the case of each row."""
     in_flight = np.broadcast_arrays(*(getattr(stage.flight, point) for point in (*POINTS, "reducing")))
     at_work = np.array([1.0, 0.0, 0.0]).reshape(-1, *(1,) * there.ndim)
     of_one = stage.stages - stage.head - stage.flight.turn
+    outputs = numbers[:, :, _OUTPUTS, index] - np.stack([(count * of_one)[None] for count in in_flight])
     more = -np.stack([(count * stage.blocks - at_work) * means.saved for count in in_flight])
-    outputs = numbers[:, :, _OUTPUTS] - np.stack([(count * of_one)[None] for count in in_flight])
     at_turn = numbers[POINTS.index("steady"), PLACES.index("apart")]
     most: Floats = np.zeros(1)
     for way, (saved, besides) in enumerate(_by_way(kinds)):
-        more = more + numbers[:, :, way] * saved
-        most = most + at_turn[_AT_WORK + way] * besides
-    apart = there & (at_turn[_MISSING] == 0)
-    plain = apart & (at_turn[_AT_WORK] + at_turn[_AT_WORK + 2] > 0)
-    missing = np.where(numbers[:, :, _MISSING] > 0, -np.inf, 0.0)
+        if numbers[:, :, way].any():
+            more = more + numbers[:, :, way, index] * saved
+            most = most + at_turn[_AT_WORK + way, index] * besides
+    apart = there & (at_turn[_MISSING] == 0)[index]
+    plain = apart & (at_turn[_AT_WORK] + at_turn[_AT_WORK + 2] > 0)[index]
+    missing = np.where(numbers[:, :, _MISSING] > 0, -np.inf, 0.0)[..., index]
     more, outputs = np.where(there, more + missing, 0.0), np.where(there, outputs, 0.0)
     head = PLACES.index("head")  # nothing is at work while gradients are reduced: as at the head
-    pending = numbers[-1, head, _PENDING] / np.maximum(stage.blocks, 1) - stage.flight.pending
-    past = np.where(there, numbers[1, head, _FIRST] / np.maximum(stage.blocks, 1), 1 / stage.stages)
+    pending = numbers[-1, head, _PENDING, index] / np.maximum(stage.blocks, 1) - stage.flight.pending
+    past = np.where(there, numbers[1, head, _FIRST, index] / np.maximum(stage.blocks, 1), 1 / stage.stages)
     pending = np.where(there, pending, 0.0)
     most = np.where(apart, most, means.most)
     return More(more[:-1], outputs[:-1], past, more[-1, head], outputs[-1, head], pending, most, plain)
@@ -126,6 +124,7 @@ _KINDS: tuple[Kind, ...] = ("dense", "experts")
 
 
 _OUTPUTS, _AT_WORK, _PENDING, _MISSING, _FIRST = 4, 5, 9, 10, 11
+_WEIGHTS = np.array([1.0, RECOMPUTED] * 2)
 _SHAPE = (len(POINTS) + 1, len(PLACES), 12)
 """Points and one where the first stage's gradients are reduced; places; blocks in flight of four ways,
 outputs of stages, the way of a block in a pass apart, blocks whose weights' gradients are to come, whether
@@ -140,8 +139,7 @@ def _counted(
     schedule = SCHEDULE_NAMES[code]
     mine = ranks_stages(schedule, p, v, rank)
     of_stage = _blocks(experts, p * v, ends, every)[mine]
-    ways = np.array([1.0, RECOMPUTED] * 2)
-    weights = of_stage @ ways
+    weights = of_stage @ _WEIGHTS
     mean = of_stage.sum() * (1 + (RECOMPUTED - 1) / every)
     unlike = weights.max() >= UNLIKE * weights.min() or not 1 / UNLIKE < weights.sum() / mean < UNLIKE
     if not unlike or schedule in TWO_WAY or why_not(schedule, p, v, m) is not None:
@@ -150,84 +148,84 @@ def _counted(
         m = min(m, LONG_ENOUGH * p)
     last = p * v - 1
     own_output = np.array([float(stage != last and stage + 1 not in mine) for stage in mine])
-    found, most = np.zeros(_SHAPE), np.full(_SHAPE[:2], -np.inf)
+    moments = _moments(schedule, p, v, m, rank)
+    in_flight, outputs = moments.in_flight @ of_stage, moments.in_flight @ own_output
+    left = moments.pending @ of_stage.sum(axis=1)
+    block = np.array([_at_work(blocks) for blocks in of_stage])[moments.chunk]
+    filled = of_stage.sum(axis=1)[moments.chunk] > 0
+    at_end = np.equal(mine, last)[moments.chunk] if last in mine else True
+    reduces = moments.point == len(POINTS)
+    found = np.zeros(_SHAPE)
     found[..., _MISSING] = 1.0
-    seen = set[tuple[int, ...]]()
-    for point, kind, chunk, flights, waiting in _moments(schedule, p, v, m, rank, mine):
-        if (point, kind, chunk, *flights) in seen:  # as much as then: the first of equal ones stands
-            continue
-        seen.add((point, kind, chunk, *flights))
-        in_flight, pending = np.array(flights, dtype=float), np.array(waiting, dtype=float)
-        blocks = of_stage[chunk]
-        for place in _places(kind, blocks.sum() > 0, mine[chunk] == last, last in mine):
-            at_work = _at_work(blocks) if place != 1 else np.zeros(4)
-            held = in_flight @ of_stage - (at_work if place == 0 else 0.0)
-            outputs = in_flight @ own_output
-            again = AGAIN * at_work[1::2].sum() if place == 2 else 0.0
-            weight = held @ ways + RECOMPUTED * outputs + again
-            if weight > most[point, place]:
-                most[point, place] = weight
-                left = pending @ of_stage.sum(axis=1)
-                found[point, place] = [*held, outputs, *(at_work * (place == 2)), left, 0.0, 0.0]
+    for place, there in enumerate(
+        (filled & (moments.kind == FULL) & ~reduces, at_end | reduces, filled & ~reduces)
+    ):
+        held = in_flight - block if place == 0 else in_flight
+        more = AGAIN * block[:, 1::2].sum(axis=1) if place == 2 else 0.0
+        weight = np.round(held @ _WEIGHTS + RECOMPUTED * outputs + more, 6)
+        for point in range(len(POINTS) + 1):
+            rows = np.flatnonzero(there & (moments.point == point))
+            if len(rows):
+                row = rows[np.argmax(weight[rows])]  # the first of equal ones
+                at_work = block[row] * (place == 2)
+                found[point, place] = [*held[row], outputs[row], *at_work, left[row], 0.0, 0.0]
     found[..., _FIRST] = of_stage[-1].sum()  # backward passes begin with the last
     return found
 
 
 def _blocks(experts: tuple[bool, ...], stages: int, ends: int, every: int) -> Floats:
     """Blocks of each stage: dense, plain and recomputed, and the same with experts."""
-    found = np.zeros((stages, 4))
-    split = stage_layers(len(experts), stages, ends)
-    for layer, stage in enumerate(np.repeat(np.arange(stages), split)):
-        found[stage, 2 * experts[layer] + (layer % every == 0)] += 1
-    return found
+    layers = np.arange(len(experts))
+    stage = np.repeat(np.arange(stages), stage_layers(len(experts), stages, ends))
+    way = 2 * np.array(experts, dtype=int) + (layers % every == 0)
+    return np.bincount(4 * stage + way, minlength=4 * stages).reshape(stages, 4).astype(float)
 
 
 def _at_work(blocks: Floats) -> Floats:
-    """The block of a stage that keeps most."""
-    return np.asarray(np.eye(4)[next(way for way in (2, 0, 3, 1) if blocks[way] > 0)])
+    """The block of a stage that keeps most; nothing if it has none."""
+    most = np.zeros(4)
+    most[[way for way in (2, 0, 3, 1) if blocks[way] > 0][:1]] = 1.0
+    return most
 
 
-def _places(kind: int, has_blocks: bool, is_last: bool, has_last: bool) -> list[int]:
-    """Places of a backward pass; gradients that are reduced count as at the head."""
-    if kind == _REDUCING:
-        return [1]
-    found = [0, 2] if kind == FULL else [2]
-    return [*(found if has_blocks else ()), *([1] if is_last or not has_last else ())]
+class _Moments(NamedTuple):
+    """Backward passes of a rank at one of the points, and where the gradients of the chunk that is through
+    first are reduced: which point, the kind and chunk of the pass; of each chunk microbatches in flight, the
+    one at work with them, and those of which only weights' gradients are to come."""
+
+    point: NDArray[np.intp]
+    kind: Ints
+    chunk: NDArray[np.intp]
+    in_flight: Floats
+    pending: Floats
 
 
-def _moments(
-    schedule: str, p: int, v: int, m: int, rank: int, mine: Sequence[int]
-) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
-    """Backward passes of a rank: point, kind, chunk, and of each chunk microbatches in flight, the one at
-    work with them, and those of which only weights' gradients are to come; and where the first chunk is
-    through."""
-    order = build_order(schedule, p, v, m)
-    rows = slice(int(order.starts[rank]), int(order.starts[rank + 1]))
-    in_flight, pending, left = [0] * v, [0] * v, [m] * v
-    made, added = set[int](), set[int]()
-    for kind, stage in zip(order.kind[rows].tolist(), order.stage[rows].tolist(), strict=True):
-        chunk = mine.index(stage)
-        if kind == FORWARD:
-            in_flight[chunk] += 1
-        if kind == FORWARD or (kind == INPUT and stage == 0):
-            continue
-        if stage == 0:
-            kind = FULL  # the first stage makes all its gradients in the pass for weights
-        point = {0: 0, 1: 1, v: 2}.get(len(made))
-        adds = kind == INPUT and chunk in made and chunk not in added
-        added |= {chunk} if adds else set()
-        early = kind == WEIGHT or (adds and point == 2)  # gradients are not yet what they will be
-        if point is not None and not early:
-            yield point, kind, chunk, in_flight, pending
-        if kind == INPUT:
-            pending[chunk] += 1
-            continue
-        pending[chunk] -= kind == WEIGHT
-        made.add(chunk)
-        in_flight[chunk] -= 1
-        left[chunk] -= 1
-        if left[chunk] == 0 and 0 not in left[:chunk] + left[chunk + 1 :]:
-            yield len(POINTS), _REDUCING, chunk, in_flight, pending
+@lru_cache(maxsize=1024)
+def _moments(schedule: str, p: int, v: int, m: int, rank: int) -> _Moments:
+    kind, stage, *_ = rank_order(schedule, p, v, m, rank)
+    mine = ranks_stages(schedule, p, v, rank)
+    kind = np.where((stage == 0) & (kind == WEIGHT), FULL, kind)  # the first stage makes all in that one
+    runs = (stage != 0) | (kind != INPUT)
+    kind, stage = kind[runs], stage[runs]
+    chunk = np.argsort(mine)[np.searchsorted(np.sort(mine), stage)]
+    of_chunk = np.equal.outer(chunk, np.arange(v))
 
+    def passes(*kinds: int) -> Floats:
+        return np.asarray(of_chunk & np.isin(kind, kinds)[:, None], dtype=float)
 
-_REDUCING = -1
+    forward, inputs, weights, through = passes(FORWARD), passes(INPUT), passes(WEIGHT), passes(WEIGHT, FULL)
+    done = np.cumsum(through, axis=0)
+    before = done - through
+    in_flight = np.cumsum(forward, axis=0) - before
+    pending = np.cumsum(inputs - weights, axis=0) - (inputs - weights)
+    made = before > 0
+    count = made.sum(axis=1)
+    point = np.select([count == v, count == 1, count == 0], [2, 1, 0], -1)
+    again = inputs * made  # adds up what a pass for weights has left
+    adds = (again * (np.cumsum(again, axis=0) == 1)).any(axis=1)
+    early = (kind == WEIGHT) | (adds & (point == 2))  # gradients are not yet what they will be
+    rows = np.flatnonzero((kind != FORWARD) & (point >= 0) & ~early)
+    columns = point[rows], kind[rows], chunk[rows], in_flight[rows], pending[rows]
+    first = int(np.argmax((done == m).any(axis=1)))  # a chunk is through, all others are not
+    reduced = len(POINTS), kind[first], chunk[first], (in_flight - through)[first], (pending - weights)[first]
+    return _Moments(*(np.append(column, [one], axis=0) for column, one in zip(columns, reduced, strict=True)))

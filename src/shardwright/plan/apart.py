@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.plan.flights import Tail
-from shardwright.plan.holdings import Held, Open, RankStep, Role, gathered_parameters, waiting_gradients
+from shardwright.plan.holdings import HeldParts, Open, RankStep, Role, gathered_parameters, waiting_gradients
 from shardwright.plan.inside import Inside
 from shardwright.plan.table import Floats
 
@@ -30,7 +30,7 @@ Weights = Callable[[bool], Iterable[Inside]]
 
 def moments_apart(
     step: RankStep, role: Role, weights: Weights, *, begins: bool, each: bool
-) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+) -> Iterator[tuple[str, NDArray[np.bool_], HeldParts]]:
     """The last passes of a turn, or the first where it ``begins``; none in rows without such passes.
 
     Passes for weights are late by some of the turn before in the first pass, of the same in the last.
@@ -40,17 +40,17 @@ def moments_apart(
     rows = (step.apart > 0) & ((step.stages > 1) & (late > 0) if begins else ends_a_turn(step))
     if not rows.any():
         return
-    name, gathered = f"{'first' if begins else 'last'} of a turn", _state(step, role)
+    name, waiting = f"{'first' if begins else 'last'} of a turn", _waiting_gradients(step, role)
     heads = np.where(step.vocab > 0, late if begins else late + 1, 0.0)
     of_head = heads * step.tokens * (step.residual + 2 * step.normed + step.rstd)
     of_logits = heads * np.where(step.table.loss_chunks == 1, step.tokens * step.vocab, 0.0)
     left = {place: _left(step, late, begins=begins, ends=place == "first") for place in ("last", "first")}
     for place, activations, fresh in _either(_inputs(step, late), left, each=each):
-        held = _held(step, activations + of_head, of_logits, gathered + fresh)
+        held = _held(step, role, activations + of_head, of_logits, waiting + fresh)
         yield f"gradients of inputs, {name}, {place} layer", rows, held
     before = left_by_others(step) + (step.head.fresh if begins else 0.0)  # where it begins: the one before's
-    there = gathered + np.where(step.flight.past > 0, before, 0.0)
-    for moment, valid, held in _weights(step, late, weights, there, merges=begins, each=each):
+    waiting = waiting + np.where(step.flight.past > 0, before, 0.0)
+    for moment, valid, held in _weights(step, role, late, weights, waiting, merges=begins, each=each):
         held = held._replace(activations=held.activations + of_head, logits=held.logits + of_logits)
         yield f"gradients of weights, {name}, {moment}", rows & valid, held
 
@@ -62,31 +62,33 @@ def ends_a_turn(step: RankStep) -> NDArray[np.bool_]:
 
 def moments_of_tail(
     step: RankStep, role: Role, weights: Weights, tail: Tail, *, each: bool
-) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+) -> Iterator[tuple[str, NDArray[np.bool_], HeldParts]]:
     """A pass for inputs when no forward pass is left, and the pass for weights that follows it."""
     rows = tail.waiting > 0
     if not rows.any():
         return
-    late, state, none = np.maximum(tail.waiting * step.stages - 1, 0.0), _state(step, role), np.zeros(1)
+    late, none = np.maximum(tail.waiting * step.stages - 1, 0.0), np.zeros(1)
+    waiting = _waiting_gradients(step, role)
     fresh = np.zeros(1) if step.merges else step.layers * step.mean.fresh
     left = tail.left
     if tail.inputs:
         held_inputs = _either(_inputs(step, late), {"last": none, "first": none}, each=each)
         for place, activations, _ in held_inputs:
-            held = _held(step, activations, step.flight.logits, state + left * fresh)
+            held = _held(step, role, activations, step.flight.logits, waiting + left * fresh)
             yield f"gradients of inputs, {place} layer", rows, held
         left = np.maximum(left - 1 / step.stages, 0.0)  # that pass has added up its own
-    for name, valid, held in _weights(step, late, weights, state + left * fresh, merges=False, each=each):
+    waiting = waiting + left * fresh
+    for name, valid, held in _weights(step, role, late, weights, waiting, merges=False, each=each):
         yield f"gradients of weights, {name}", rows & valid, held
 
 
-def _state(step: RankStep, role: Role) -> Floats:
-    still = Open(step.layers, True)
-    return gathered_parameters(step, role, still, 0.0) + waiting_gradients(step, role, still)
+def _waiting_gradients(step: RankStep, role: Role) -> Floats:
+    return waiting_gradients(step, role, Open(step.layers, True))
 
 
-def _held(step: RankStep, activations: Floats, logits: Floats, gathered: Floats) -> Held:
-    return Held(np.zeros_like(step.layers), activations + step.inputs, logits, gathered)
+def _held(step: RankStep, role: Role, activations: Floats, logits: Floats, waiting: Floats) -> HeldParts:
+    gathered = gathered_parameters(step, role, Open(step.layers, True), 0.0)
+    return HeldParts(np.zeros_like(step.layers), activations + step.inputs, logits, gathered, waiting)
 
 
 def _waiting(step: RankStep, late: Floats) -> Floats:
@@ -103,8 +105,15 @@ def _inputs(step: RankStep, late: Floats) -> dict[str, Floats]:
 
 
 def _weights(
-    step: RankStep, late: Floats, weights: Weights, gathered: Floats, *, merges: bool, each: bool
-) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+    step: RankStep,
+    role: Role,
+    late: Floats,
+    weights: Weights,
+    waiting: Floats,
+    *,
+    merges: bool,
+    each: bool,
+) -> Iterator[tuple[str, NDArray[np.bool_], HeldParts]]:
     """A pass for weights in its first and its last layer; ``merges``: into gradients that are there as they
     were made."""
     blocks = step.layers / step.stages
@@ -119,7 +128,7 @@ def _weights(
     for moment in weights(step.merges or merges):
         for place, tokens, before in places:
             there = tokens + step.tokens * moment.token_bytes
-            held = _held(step, there, none, gathered + before + moment.fresh)
+            held = _held(step, role, there, none, waiting + before + moment.fresh)
             yield f"{place} layer, {moment.name}", moment.valid, held
 
 
@@ -134,7 +143,7 @@ def _either(
         yield "fullest", np.maximum(one, other), np.zeros(1)
 
 
-def beside_two_passes(step: RankStep, ends: NDArray[np.bool_], held: Held) -> Held:
+def beside_two_passes(step: RankStep, ends: NDArray[np.bool_], held: HeldParts) -> HeldParts:
     """What is held in the first stage's pass for all gradients, and what two passes leave beside it: weights'
     gradients as they were made, of the rank's other stages. Where most passes make all (DualPipeV), the last
     stage has its forward pass before the first one's backward pass. ``ends``: rows whose rank has the first
@@ -144,20 +153,20 @@ def beside_two_passes(step: RankStep, ends: NDArray[np.bool_], held: Held) -> He
         return held
     others = step.layers * (1 - 1 / step.stages) * step.mean.fresh + step.head.fresh
     left = ends & (step.apart > 0) & (step.flight.past > 0) & (not step.merges)
-    gathered = held.gathered + np.where(left, others, 0.0)
+    waiting = held.waiting + np.where(left, others, 0.0)
     turned = ends & (step.vocab > 0) & (step.apart == 0)
     if not turned.any():
-        return held._replace(gathered=gathered)
+        return held._replace(waiting=waiting)
     tokens = np.where(turned, step.tokens, 0.0)
     logits = held.logits + np.where(step.table.loss_chunks == 1, tokens * step.vocab, 0.0)
     kept = tokens * (step.residual + step.normed + step.rstd)
-    return held._replace(gathered=gathered, activations=held.activations + kept, logits=logits)
+    return held._replace(activations=held.activations + kept, logits=logits, waiting=waiting)
 
 
 def left_by_others(step: RankStep) -> Floats:
     """Gradients that all stages of a rank but the one at work and the first have left as they were made."""
     blocks = step.layers / step.stages
-    first_stage = np.where(step.embedding.gathered > 0, blocks, 0.0)
+    first_stage = np.where(step.opens, blocks, 0.0)
     left = np.maximum(step.layers - first_stage - blocks, 0.0) * step.mean.fresh
     return np.asarray(0.0 if step.merges else left)
 

@@ -60,6 +60,22 @@ class Held(NamedTuple):
         return added(*self)
 
 
+class HeldParts(NamedTuple):
+    """The same with what is gathered in two: what follows from how state is split, and what may depend on the
+    microbatch, gradients that ``wait`` to be reduced and those just made."""
+
+    gradients: Floats
+    activations: Floats
+    logits: Floats
+    gathered: Floats
+    waiting: Floats
+
+    @property
+    def held(self) -> Held:
+        """By kind."""
+        return Held(self.gradients, self.activations, self.logits, added(self.gathered, self.waiting))
+
+
 class Amounts(NamedTuple):
     """Bytes of one unit."""
 
@@ -96,6 +112,7 @@ class RankStep:
     table: LayoutTable
     layers: Floats  # blocks of the rank
     tied: bool
+    opens: NDArray[np.bool_]  # has the first stage
     embedding: Amounts
     block: Amounts
     mean: Amounts
@@ -326,6 +343,7 @@ def rank_step(
         table=table,
         layers=stage.blocks,
         tied=tied,
+        opens=stage.embedding > 0,
         embedding=_held(embedding, stage.embedding),
         block=block,
         mean=mean,
@@ -422,6 +440,8 @@ def gathered_parameters(step: RankStep, role: Role, still: Open, stage3: Floats 
 
 def reduced_shards(step: RankStep, role: Role, still: Open) -> Floats:
     """Reduced gradients: those of units done, or all where an earlier microbatch was reduced too."""
+    if not role.last and not (step.table.zero_stage >= 2).any():
+        return np.zeros((1,) * step.table.pp.ndim)
     done = (step.layers - still.blocks) * step.mean.shard + (0.0 if still.head else step.head.shard)
     every = step.embedding.shard + step.layers * step.mean.shard + step.head.shard
     made = done if role.last else 0.0
@@ -451,7 +471,8 @@ def waiting_gradients(step: RankStep, role: Role, still: Open) -> Floats:
             blocks = step.flight.past * step.layers * step.mean.whole
             earlier = np.where(step.flight.past == 1, step.embedding.whole, 0.0) + blocks + step.head.whole
         waiting = np.where(role.older, earlier, every - not_done)
-    return np.where(step.table.zero_stage <= 1, waiting, 0.0)
+    whole = step.table.zero_stage <= 1
+    return waiting if whole.all() else np.where(whole, waiting, 0.0)
 
 
 def reduction_buffers(step: RankStep, role: Role, unit: Amounts) -> Floats:

@@ -28,6 +28,7 @@ from shardwright.plan.holdings import (
     Amounts,
     BlockKinds,
     Held,
+    HeldParts,
     Open,
     RankStep,
     Role,
@@ -87,7 +88,8 @@ def timeline(
     )
     for apart in (False, True)[: 1 + in_two_passes(table).all()]:
         flights = every if every_flight else [_fullest(step, apart=apart)]
-        yield from _moments(step, roles_of(table), insides, flights, apart=apart)
+        moments = _moments(step, roles_of(table), insides, flights, apart=apart)
+        yield from ((name, valid, parts.held) for name, valid, parts in moments)
 
 
 def in_two_passes(table: LayoutTable) -> NDArray[np.bool_]:
@@ -146,7 +148,8 @@ def peak_terms(
         if name.endswith("head backward"):
             there = there & (stage.head > 0)  # elsewhere it is in the last layer's moment as well
         gradients = pool if pools else held.gradients
-        state, activations = added(resting, gradients, held.gathered), added(held.activations, held.logits)
+        state = added(resting, gradients, held.gathered)
+        activations = added(held.activations, held.logits, held.waiting)
         if stage.valid.ndim == table.pp.ndim:
             yield from _present(there, state, activations)
         for rank in range(len(stage.valid) if stage.valid.ndim > table.pp.ndim else 0):
@@ -218,7 +221,7 @@ def _moments(
     flights: Sequence[_Flights],
     *,
     apart: bool = False,
-) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+) -> Iterator[tuple[str, NDArray[np.bool_], HeldParts]]:
     piped = bool((whole.table.pp > 1).all())
     for role in roles:
         totals = np.where(role.older, RUNNING_LOSS_BYTES, 0)
@@ -234,12 +237,12 @@ def _moments(
 
 def _in_a_pipeline(
     whole: RankStep, role: Role, insides: _Insides, flights: Sequence[_Flights]
-) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+) -> Iterator[tuple[str, NDArray[np.bool_], HeldParts]]:
     """Parameters and gradients are whole all the time, so that the highest moment is where a microbatch has
     most: at the head, or in the last block; or where the reductions begin. Past a block nothing is reduced:
     less is held than in it."""
     every = np.ones_like(whole.table.pp, dtype=bool)
-    at_once, ends = whole.apart == 0, (whole.embedding.gathered > 0) & (whole.stages > 1)
+    at_once, ends = whole.apart == 0, whole.opens & (whole.stages > 1)
     for at_head, flight, *_ in flights:
         step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
         yield f"{at_head.name}, head backward", at_once, _with_logits(step, _head_backward(step, role))
@@ -253,7 +256,7 @@ def _in_a_pipeline(
 
 def _in_two_passes(
     whole: RankStep, role: Role, insides: _Insides, flights: Sequence[_Flights]
-) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+) -> Iterator[tuple[str, NDArray[np.bool_], HeldParts]]:
     """What schedules have besides that make gradients of inputs and of weights apart."""
     every = np.ones_like(whole.table.pp, dtype=bool)
     for _, _, ending, beginning in flights:
@@ -267,14 +270,14 @@ def _in_two_passes(
         yield from ((f"{tail.flight.name}, {name}", rows, held) for name, rows, held in found)
 
 
-def _with_logits(step: RankStep, held: Held) -> Held:
+def _with_logits(step: RankStep, held: HeldParts) -> HeldParts:
     """And what other microbatches in flight have of logits."""
     return held._replace(logits=held.logits + step.flight.logits)
 
 
 def _alone(
     forward: RankStep, step: RankStep, role: Role, inside: Iterable[Inside]
-) -> Iterator[tuple[str, NDArray[np.bool_], Held]]:
+) -> Iterator[tuple[str, NDArray[np.bool_], HeldParts]]:
     """The moments of a rank that holds all layers, ``forward`` before there is a loss."""
     every, stage3 = np.ones_like(step.table.pp, dtype=bool), step.table.zero_stage == 3
     top, bottom = step.layers - 1, np.zeros_like(step.layers)
@@ -298,15 +301,15 @@ def _alone(
     yield "last gradients reduced", every, _last_reduced(step, role)
 
 
-def _at_place(step: RankStep, held: Held, number: int) -> Held:
+def _at_place(step: RankStep, held: HeldParts, number: int) -> HeldParts:
     """What is held at one of several layers, which lie along an axis before those of the rank."""
-    return Held(*(part[number] if part.ndim > step.layers.ndim else part for part in held))
+    return HeldParts(*(part[number] if part.ndim > step.layers.ndim else part for part in held))
 
 
 # The moments of a rank
 
 
-def _block_gathered(step: RankStep, role: Role, blocks: Floats) -> Held:
+def _block_gathered(step: RankStep, role: Role, blocks: Floats) -> HeldParts:
     """Forward, with ``blocks`` blocks done: the next is copied out of its all-gather buffer while the buffer
     of the unit before it is still held."""
     opening = step.head.gathered if step.tied else step.embedding.gathered
@@ -315,7 +318,7 @@ def _block_gathered(step: RankStep, role: Role, blocks: Floats) -> Held:
     return _gathering(step, role, blocks, resident, 2 * step.block.gathered + before)
 
 
-def _head_gathered(step: RankStep, role: Role) -> Held:
+def _head_gathered(step: RankStep, role: Role) -> HeldParts:
     """The same for the head; a tied one was gathered for the embedding."""
     opening = step.head.gathered if step.tied else step.embedding.gathered
     resident = opening + step.layers * step.mean.gathered
@@ -323,11 +326,12 @@ def _head_gathered(step: RankStep, role: Role) -> Held:
     return _gathering(step, role, step.layers, resident, head + step.block.gathered)
 
 
-def _gathering(step: RankStep, role: Role, blocks: Floats, resident: Floats, buffers: Floats) -> Held:
+def _gathering(step: RankStep, role: Role, blocks: Floats, resident: Floats, buffers: Floats) -> HeldParts:
     kept = np.where(step.table.zero_stage == 3, step.head.gathered if step.tied else 0.0, resident)
     shards = np.where(role.older, reduced_shards(step, role, Open(step.layers, True)), 0.0)
     activations = step.kept(blocks) + step.tokens * step.residual + step.inputs
-    return Held(shards, activations, np.zeros_like(step.layers), kept + buffers)
+    none = np.zeros_like(step.layers)
+    return HeldParts(shards, activations, none, kept + buffers, none)
 
 
 def _prefetched(step: RankStep) -> Floats:
@@ -335,27 +339,29 @@ def _prefetched(step: RankStep) -> Floats:
     return np.where(step.table.shard > 1, step.ahead_of_head, 0.0)
 
 
-def _head_backward(step: RankStep, role: Role) -> Held:
+def _head_backward(step: RankStep, role: Role) -> HeldParts:
     still = Open(step.layers, True)
     gathered = gathered_parameters(step, role, still, step.head.gathered + _prefetched(step))
     vectors = np.where(step.vocab > 0, step.residual + 2 * step.normed + step.rstd, step.residual)
     activations = step.kept_at_head() + step.tokens * vectors + step.inputs
     gradient = 0.0 if step.tied else np.maximum(step.head.fresh - step.normed, 0.0)  # the norm's comes after
-    gathered = gathered + waiting_gradients(step, role, still) + gradient
-    activations = activations + step.tied_gradient
-    return Held(reduced_shards(step, role, still), activations, step.loss_tokens * step.vocab, gathered)
+    waiting = waiting_gradients(step, role, still) + gradient
+    activations, logits = activations + step.tied_gradient, step.loss_tokens * step.vocab
+    return HeldParts(reduced_shards(step, role, still), activations, logits, gathered, waiting)
 
 
-def _head_reduced(step: RankStep, role: Role) -> Held:
+def _head_reduced(step: RankStep, role: Role) -> HeldParts:
     before, after = Open(step.layers, True), Open(step.layers, False)
     gathered = gathered_parameters(step, role, after, _prefetched(step))
     waiting = waiting_gradients(step, role, after if role.last else before)
     activations = step.kept_at_head() + step.tokens * step.residual + step.inputs
-    gathered = gathered + waiting + reduction_buffers(step, role, step.head)
-    return Held(reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered)
+    gathered = gathered + reduction_buffers(step, role, step.head)
+    return HeldParts(
+        reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered, waiting
+    )
 
 
-def _in_block(step: RankStep, role: Role, layer: Floats, moment: Inside) -> Held:
+def _in_block(step: RankStep, role: Role, layer: Floats, moment: Inside) -> HeldParts:
     still = Open(layer + 1, step.tied)
     after_head = 0.0 if step.tied else step.head.reduce_input
     previous = np.where(layer == step.layers - 1, after_head, rest_of_block(step).reduce_input)
@@ -365,13 +371,15 @@ def _in_block(step: RankStep, role: Role, layer: Floats, moment: Inside) -> Held
         + np.where(layer > 0, step.ahead, 0.0)
         + (step.head.gathered if step.tied else 0.0)
     )
-    gathered = gathered_parameters(step, role, still, stage3) + waiting_gradients(step, role, still)
-    gathered = gathered + buffer + moment.fresh
+    gathered = gathered_parameters(step, role, still, stage3) + buffer
+    waiting = waiting_gradients(step, role, still) + moment.fresh
     activations = step.kept(layer) + step.tokens * moment.token_bytes + step.inputs + step.tied_gradient
-    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
+    return HeldParts(
+        reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered, waiting
+    )
 
 
-def _first_block_copied_out(step: RankStep, role: Role) -> Held:
+def _first_block_copied_out(step: RankStep, role: Role) -> HeldParts:
     """Stage 3, before the first block's backward: its parameters and the buffer they came in. Every other
     block prefetches one more behind itself, which its own backward passes hold as well."""
     still = Open(np.ones_like(step.layers), step.tied)
@@ -381,49 +389,54 @@ def _first_block_copied_out(step: RankStep, role: Role) -> Held:
     activations = (
         step.kept(np.ones_like(step.layers)) + step.tokens * step.residual + step.inputs + step.tied_gradient
     )
-    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
+    none = np.zeros_like(step.layers)
+    return HeldParts(reduced_shards(step, role, still), activations, none, gathered, none)
 
 
-def _block_reduced(step: RankStep, role: Role, layer: Floats) -> Held:
+def _block_reduced(step: RankStep, role: Role, layer: Floats) -> HeldParts:
     before, after = Open(layer + 1, step.tied), Open(layer, step.tied)
     stage3 = np.where(layer > 0, step.ahead, 0.0) + (step.head.gathered if step.tied else 0.0)
-    gathered = gathered_parameters(step, role, after, stage3) + waiting_gradients(
-        step, role, after if role.last else before
-    )
-    gathered = gathered + block_reduction_buffers(step, role)
+    gathered = gathered_parameters(step, role, after, stage3) + block_reduction_buffers(step, role)
+    waiting = waiting_gradients(step, role, after if role.last else before)
     inputs = step.inputs - np.where(layer > 0, 0.0, step.tables)
     activations = step.kept(layer) + step.tokens * step.residual + inputs + step.tied_gradient
-    return Held(reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered)
+    return HeldParts(
+        reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered, waiting
+    )
 
 
-def _embedding_backward(step: RankStep, role: Role) -> Held:
+def _embedding_backward(step: RankStep, role: Role) -> HeldParts:
     still = Open(np.zeros_like(step.layers), step.tied)
     buffer = np.where(reduces(step, role), rest_of_block(step).reduce_input, 0.0)
     stage3 = step.head.gathered if step.tied else np.zeros_like(step.layers)
-    gathered = gathered_parameters(step, role, still, stage3) + waiting_gradients(step, role, still) + buffer
+    gathered = gathered_parameters(step, role, still, stage3) + buffer
+    waiting = waiting_gradients(step, role, still)
     if not step.tied:
         gathered = gathered + step.embedding.fresh
     # tied: the head's gradient and the embedding's, with the gradient this came from, or else with their sum
     source = step.tokens * step.residual
     summed = source < step.tied_gradient
     activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids + step.flight.others
-    gathered = gathered + np.where(summed, step.tied_gradient, 0.0)
-    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
+    waiting = waiting + np.where(summed, step.tied_gradient, 0.0)
+    return HeldParts(
+        reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered, waiting
+    )
 
 
-def _last_reduced(step: RankStep, role: Role) -> Held:
+def _last_reduced(step: RankStep, role: Role) -> HeldParts:
     still = Open(np.zeros_like(step.layers), step.tied)
     unit = step.head if step.tied else step.embedding
-    kept = np.zeros_like(step.layers)
+    none = np.zeros_like(step.layers)
+    kept, waiting = none, none
     if not role.last:
         kept = np.where(step.table.zero_stage <= 2, resident(step, role, still), 0.0)
-        kept = kept + waiting_gradients(step, role, still)
+        waiting = waiting_gradients(step, role, still)
     gathered = kept + reduction_buffers(step, role, unit)
     activations = step.ids + step.flight.others
-    return Held(reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered)
+    return HeldParts(reduced_shards(step, role, still), activations, none, gathered, waiting)
 
 
-def _schedule_through(step: RankStep, role: Role) -> Held:
+def _schedule_through(step: RankStep, role: Role) -> HeldParts:
     """The first stage of a rank is through: every gathered parameter, the whole gradients that there are, and
     the buffers of the first reduction."""
     flight = step.flight._replace(past=step.reduced)
@@ -432,10 +445,10 @@ def _schedule_through(step: RankStep, role: Role) -> Held:
     largest = np.maximum(
         step.block.reduce_input, np.maximum(step.head.reduce_input, step.embedding.reduce_input)
     )
-    gathered = resident(step, role, still) + waiting_gradients(step, role, still) + largest
     # the second unit: the first has left its shard, its buffer, and no copy of its parameters
-    gathered = gathered + np.maximum(step.block.shard - step.block.gathered, 0.0)
+    gathered = resident(step, role, still) + largest + np.maximum(step.block.shard - step.block.gathered, 0.0)
+    waiting = waiting_gradients(step, role, still)
     if not step.merges:
-        gathered = gathered + step.left_over * step.layers * step.mean.fresh
+        waiting = waiting + step.left_over * step.layers * step.mean.fresh
     none = np.zeros_like(step.layers)
-    return Held(none, step.ids + step.reducing, none, gathered)
+    return HeldParts(none, step.ids + step.reducing, none, gathered, waiting)

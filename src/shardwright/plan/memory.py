@@ -248,15 +248,31 @@ def _on_device(table: LayoutTable, optimizer: Floats) -> Floats:
 
 
 def highest(terms: Sequence[PeakTerm], shape: tuple[int, ...] | None = None) -> Floats:
-    """The largest of the sums, of ``shape`` if that is more than they broadcast to."""
+    """The largest of the sums, of ``shape`` if that is more than they broadcast to. Terms of the same state
+    are compared before it is added."""
     if shape is None:
         shape = np.broadcast_shapes(*(part.shape for term in terms for part in term))
-    most, other = np.empty(shape), np.empty(shape)
-    np.add(*terms[0], out=most)
-    for term in terms[1:]:
+    first, *others = _by_state(terms)
+    most = np.add(*first, out=np.empty(shape))
+    other = np.empty(shape) if others else most
+    for term in others:
         np.add(*term, out=other)
         np.maximum(most, other, out=most)
     return most
+
+
+def _by_state(terms: Sequence[PeakTerm]) -> list[PeakTerm]:
+    """One term for each different state, with the most that is besides."""
+    groups: list[PeakTerm] = []
+    for term in terms:
+        for place, known in enumerate(groups):
+            if np.array_equal(known.state, term.state):
+                most = np.maximum(known.activations, term.activations)
+                groups[place] = PeakTerm(known.state, most)
+                break
+        else:
+            groups.append(term)
+    return groups
 
 
 class _StateUnits(NamedTuple):

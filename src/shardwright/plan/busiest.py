@@ -14,7 +14,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.flight_points import passes_apart
 from shardwright.plan.parts import Parts
 from shardwright.plan.stages import Work, alike, busiest_ranks
-from shardwright.plan.table import Floats, LayoutTable, added, by_schedule
+from shardwright.plan.table import Floats, LayoutTable, Number, added, by_schedule
 
 INSIDE = ("tp", "cp", "ep", "host")
 """Axes whose communication stands between computations of the same microbatch."""
@@ -29,7 +29,7 @@ class Spread(NamedTuple):
     axis: int
     row: NDArray[np.intp]
 
-    def over(self, values: Floats) -> Floats:
+    def over(self, values: NDArray[Number]) -> NDArray[Number]:
         """One value of each different place as one of each place."""
         return values.take(self.row, axis=self.axis) if values.shape[self.axis] > 1 else values
 
@@ -133,6 +133,12 @@ def _weighted(counts: Sequence[Floats], times: Sequence[Floats], axis: int | Non
 
 def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
     """The rank that all others wait for, in every row, and its seconds for each microbatch."""
+    rank, busy = _busiest(model, table, parts)
+    return rank, busy if rank.spread is None else rank.spread.over(busy)
+
+
+def _busiest(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
+    """The same with seconds at the different places of the rank's ``spread`` alone, if it has one."""
     axis, spread = _pipeline_axis(table, parts), None
     works, apart = busiest_ranks(table, model), np.zeros((1,) * table.pp.ndim)
     if parts.again is not None:
@@ -150,8 +156,14 @@ def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[Bu
     for number, each in enumerate(busy[1:], start=1):
         which = np.where(each > most, number, which)
         most = np.maximum(most, each)
-    rank = BusiestRank(works, parts, apart, which, spread)
-    return rank, most if spread is None else spread.over(most)
+    return BusiestRank(works, parts, apart, which, spread), most
+
+
+def least_busy(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[Floats, Spread | None]:
+    """What the busiest rank takes for each microbatch at least, at the different places of the ``Spread`` if
+    there is one: what passes for weights recompute is left out."""
+    rank, busy = _busiest(model, table, parts._replace(again=None))
+    return busy, rank.spread
 
 
 def _pipeline_axis(table: LayoutTable, parts: Parts) -> int | None:

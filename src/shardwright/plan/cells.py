@@ -6,25 +6,23 @@ which little of memory depends, stay axes.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.plan.busiest import Spread
 from shardwright.plan.evaluate import Timed, at_places, every_place
-from shardwright.plan.parts import Part, Parts
 from shardwright.plan.space import DATA, GRID_AXES, ORDER, Grid
 from shardwright.plan.table import ColumnMap, Floats
 
 CELL = tuple(axis for axis in range(GRID_AXES) if axis not in (ORDER, DATA))
 """Axes of which a combination is one cell."""
 
-MOST_CELLS = 16_384
-"""Cells lined up at once: their columns take some megabytes, and what the first reach puts others out."""
-
-_NOTHING = Part(np.zeros(()), np.zeros(()))
-LATER = Parts(_NOTHING, None, _NOTHING, _NOTHING)
-"""Times that are not needed yet."""
+FIRST_CELLS, MORE_CELLS = 16_384, 65_536
+"""Cells of a grid lined up at once: what the first reach puts others out; columns of more take some tens of
+megabytes."""
 
 
 def shape_of_cells(grid: Grid) -> tuple[int, ...]:
@@ -51,7 +49,7 @@ class Cells:
     def timed(self) -> Timed:
         """With what times of microbatches depend on."""
         routes = {"pp": self.grid.routes["pp"]}
-        light = self.grid._replace(routes=routes, parts=LATER, ranks=None, data=None)
+        light = self.grid._replace(routes=routes, parts=self.grid.parts.folded, ranks=None, data=None)
         cells = light.mapped(self.line.part)
         return cells._replace(places=every_place(cells.grid))
 
@@ -72,12 +70,19 @@ class Cells:
         return lambda column: at_places(line.part(column), others)
 
 
-def lined_up(grid: Timed, there: NDArray[np.bool_], floor: Floats) -> Iterator[Cells]:
-    """The cells that are ``there``, some at a time, those of the lowest ``floor`` first."""
+def lined_up(
+    grid: Timed, there: NDArray[np.bool_], floor: Floats, spread: Spread | None = None
+) -> Iterator[Cells]:
+    """The cells that are ``there``, some at a time, those of the lowest ``floor`` first; that lies at the
+    different places of a ``spread``, if there is one."""
     places = np.nonzero(there)
-    order = np.argsort(np.broadcast_to(floor, there.shape)[places], kind="stable")
-    for first in range(0, len(order), MOST_CELLS):
-        some = order[first : first + MOST_CELLS]
+    at = [place if n > 1 else 0 for place, n in zip(places, floor.shape, strict=True)]
+    if spread is not None and floor.shape[spread.axis] > 1:
+        at[spread.axis] = spread.row[places[spread.axis]]
+    order = np.argsort(floor[tuple(at)], kind="stable")
+    stops = [0, *range(FIRST_CELLS, len(order), MORE_CELLS), len(order)]
+    for first, stop in pairwise(stops if len(order) else ()):
+        some = order[first:stop]
         yield Cells(grid, tuple(place[some] for place in places))
 
 

@@ -21,7 +21,7 @@ from shardwright.plan.moments import PeakTerm
 from shardwright.plan.parts import Parts, part_times
 from shardwright.plan.placement import routes_of
 from shardwright.plan.space import BATCH, GRID_AXES, INNER, MEMORY, PIPE, Grid
-from shardwright.plan.step import Pace, idle_time, least_time, outside_time, pace_of
+from shardwright.plan.step import idle_time, least_time, outside_time, pace_of
 from shardwright.plan.table import ColumnMap, Floats, added, part_along
 from shardwright.plan.uneven import may_be_unlike
 
@@ -52,7 +52,6 @@ class Timed(NamedTuple):
     places: tuple[NDArray[np.intp], ...]  # along every axis, of the grid it is what is left of
     ranks: RankStates | None = None  # worked out once memory is asked for
     data: DataTimes | None = None  # likewise
-    pace: Pace | None = None  # while it has been worked out and is needed
 
     def floors(self) -> list[Floats]:
         """The fastest step at each place of every axis, or less."""
@@ -75,7 +74,6 @@ class Timed(NamedTuple):
             self.places,
             None if self.ranks is None else self.ranks.mapped(part),
             None if self.data is None else self.data.mapped(part),
-            None if self.pace is None else Pace(*map(part, self.pace)),
         )
 
     def pruned(self, below: float) -> "Timed | None":
@@ -127,19 +125,13 @@ def with_shares(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Ti
     return grid._replace(ranks=ranks, data=data)
 
 
-def without_idle_time(model: ModelSpec, grid: Timed) -> Timed:
-    """The same with what the busiest rank of each layout takes for all microbatches."""
-    pace = pace_of(model, grid.grid.table, grid.parts)
-    return grid._replace(inside=grid.grid.table.microbatches * pace.busy, pace=pace)
-
-
 def of_microbatches(model: ModelSpec, job: Job, grid: Timed) -> Timed:
     """The same with what all microbatches take, in the schedule of each layout."""
     table = grid.grid.table
-    pace = grid.pace or pace_of(model, table, grid.parts)
+    pace = pace_of(model, table, grid.parts)
     there = np.where(grid.grid.shared & grid.grid.ordered, 0.0, np.inf)
     idle = idle_time(model, job, table, grid.routes, pace)
-    return grid._replace(inside=added(there, table.microbatches * pace.busy, idle), pace=None)
+    return grid._replace(inside=added(there, table.microbatches * pace.busy, idle))
 
 
 def whole_step(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Timed:

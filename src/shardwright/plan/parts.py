@@ -5,7 +5,7 @@ tp is exposed, and so are the trades of experts; a ring of keys and values hides
 activations travel under the computation of their block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,12 @@ class Part(NamedTuple):
         """All of it."""
         return self.forward + self.backward + self.beside
 
+    @property
+    def folded(self) -> "Part":
+        """The same in fewer columns: half of what is exposed stands as forward, half as backward."""
+        half = self.beside / 2
+        return Part(self.forward + half, self.backward + half, self.weight_gradients)
+
     def mapped(self, part: ColumnMap) -> "Part":
         """The same with ``part`` of every time."""
         return Part(*(part(np.asarray(time)) for time in self))
@@ -80,13 +86,21 @@ class Parts(NamedTuple):
 
     def mapped(self, part: ColumnMap) -> "Parts":
         """The same with ``part`` of every time."""
+        return self._each(lambda one: one.mapped(part))
 
+    @property
+    def folded(self) -> "Parts":
+        """The same in fewer columns, of which a microbatch's times in a pipeline are those of all."""
+        return self._each(lambda one: one.folded)
+
+    def _each(self, change: Callable[[Part], Part]) -> "Parts":
         def each(other: Part | None) -> Part | None:
-            return None if other is None else other.mapped(part)
+            return None if other is None else change(other)
 
-        ends = self.embedding.mapped(part), self.head.mapped(part)
-        block, experts = self.block.mapped(part), each(self.experts)
-        return Parts(block, experts, *ends, each(self.again), each(self.experts_again))
+        ends = change(self.embedding), change(self.head)
+        return Parts(
+            change(self.block), each(self.experts), *ends, each(self.again), each(self.experts_again)
+        )
 
 
 def part_times(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.model import ModelSpec
+from shardwright.plan.busiest import least_busy
 from shardwright.plan.cells import Cells, layouts_of_cells, lined_up, shape_of_cells
 from shardwright.plan.evaluate import (
     Evaluated,
@@ -25,7 +26,6 @@ from shardwright.plan.evaluate import (
     of_microbatches,
     whole_step,
     with_shares,
-    without_idle_time,
 )
 from shardwright.plan.placement import shared_routes
 from shardwright.plan.room import least_room
@@ -89,9 +89,11 @@ def _with_room(
     room = least_room(model, job, cluster.device, grid.grid.table, grid.ranks)
     fits, layouts = room.whole <= tally.limit, layouts_of_cells(grid.grid)
     tally.add_too_large(int(layouts.sum(where=~fits)))
-    floor = grid.inside.min(axis=(ORDER, DATA), keepdims=True)
-    there = np.broadcast_to(fits & (floor < below), layouts.shape)
-    for cells in lined_up(grid, there, floor):
+    busy, spread = least_busy(model, grid.grid.table, grid.parts)
+    floor = (grid.grid.table.microbatches * busy).min(axis=(ORDER, DATA), keepdims=True)
+    fast = floor < below if spread is None else spread.over(floor < below)
+    there = np.broadcast_to(fits & fast, layouts.shape)
+    for cells in lined_up(grid, there, floor, spread):
         some = cells.timed
         here, away = map(cells.line.part, room.resting)
         valid = some.grid.valid & (np.where(some.grid.table.offload & 1, away, here) <= tally.limit)
@@ -126,7 +128,6 @@ def _evaluate(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: 
     """Evaluate what takes less than ``SLOWEST`` times the best's step."""
     below = SLOWEST * _to_beat(grid.grid, tally)
     left = grid.pruned(below)
-    left = without_idle_time(model, left).pruned(below) if left is not None else None
     if left is None:
         return
     left = with_shares(model, job, cluster, left)

@@ -120,8 +120,11 @@ def _where_some_fit(grid: Timed, least_of: Evaluated, tally: Tally) -> Timed | N
 
 
 def _promise(grid: Timed) -> tuple[bool, float]:
-    """Sorts grids by what they may reach: those without a pipeline first, for which it is no mere hope."""
-    return bool((grid.grid.table.pp > 1).any()), float(grid.floors()[INNER].min())
+    """Sorts grids by what they may reach: those without a pipeline first, for which it is no mere hope. Of
+    the others ranks are idle about as long as their first microbatch takes to come through."""
+    table = grid.grid.table
+    idle = (table.pp - 1) / (table.microbatches * table.chunks)
+    return bool((table.pp > 1).any()), float((grid.inside * (1 + idle)).min())
 
 
 def _evaluate(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> None:

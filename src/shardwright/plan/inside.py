@@ -73,11 +73,11 @@ def in_passes_apart(variants: Sequence[Variant], more: More | None) -> Sequence[
 
 
 def each_inside(merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Iterator[Inside]:
-    """Every moment inside a block, of every way of splitting and recomputing it."""
+    """Every moment inside a block, of every way of splitting and recomputing it that some row has."""
     for variant in variants:
         for kind, activations in enumerate(variant.ways.kinds):
             rows = (variant.row == kind) & variant.valid
-            for moment in activations.moments:
+            for moment in activations.moments if rows.any() else ():
                 fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
                 yield Inside(moment.name, rows, moment.token_bytes, fresh)
 
@@ -87,7 +87,7 @@ def each_weights(merges: NDArray[np.bool_], variants: Iterable[Variant]) -> Iter
     for variant in variants:
         for kind, activations in enumerate(variant.ways.kinds):
             rows = (variant.row == kind) & variant.valid
-            for moment in activations.apart.weights:
+            for moment in activations.apart.weights if rows.any() else ():
                 fresh = np.where(merges, moment.fresh_bytes, moment.gradient_bytes)
                 yield Inside(moment.name, rows, moment.token_bytes - activations.saved_bytes, fresh)
 

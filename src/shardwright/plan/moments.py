@@ -88,7 +88,7 @@ def timeline(
     )
     for apart in (False, True)[: 1 + in_two_passes(table).all()]:
         flights = every if every_flight else [_fullest(step, apart=apart)]
-        moments = _moments(step, roles_of(table), insides, flights, apart=apart)
+        moments = _moments(step, _present_roles(table), insides, flights, apart=apart)
         yield from ((name, valid, parts.held) for name, valid, parts in moments)
 
 
@@ -141,7 +141,7 @@ def peak_terms(
         return [worst_weights(step, np.full((1,) * table.pp.ndim, merges), apart_ones)]
 
     insides = _Insides(worst, weights, each=False)
-    present = [role for role in roles_of(table) if role.valid.any()]
+    present = _present_roles(table)
     pool = pooled_gradients(step)
     for name, valid, held in _moments(step, present, insides, [_fullest(step, apart=apart)], apart=apart):
         there = valid & stage.valid
@@ -155,6 +155,10 @@ def peak_terms(
         for rank in range(len(stage.valid) if stage.valid.ndim > table.pp.ndim else 0):
             held_there = (_of_rank(part, rank, table) for part in (state, activations))
             yield from _present(_of_rank(there, rank, table), *held_there)
+
+
+def _present_roles(table: LayoutTable) -> list[Role]:
+    return [role for role in roles_of(table) if role.valid.any()]
 
 
 def _of_rank(part: NDArray[Number], rank: int, table: LayoutTable) -> NDArray[Number]:

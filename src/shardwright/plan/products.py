@@ -228,25 +228,43 @@ def _summed(
     job: Job, device: Device, parts: list[_Local], rows: Floats, tp: Floats, groups: Floats
 ) -> ProductTimes:
     """Times of all ``parts`` for ``rows`` tokens of each of ``groups``, on the grid of the arguments."""
-    casts = job.program.casts
     if job.program.narrow_rate != 1:
         device = device.model_copy(update={"fp8_factor": device.fp8_factor * job.program.narrow_rate})
-    total = [np.zeros(np.broadcast_shapes(rows.shape, tp.shape)) for _ in ProductTimes._fields]
-    for part in parts:
-        precision = job.precision if part.narrow or job.precision != "fp8" else "bf16"
-        n, k = part.outputs, part.inputs
-        read, weights = rows * k * groups, n * k * groups
-        ahead = gemm_time(rows, n, k, device, precision, groups)
-        back = gemm_time(rows, k, n, device, precision, groups)
-        if part.narrow and precision == product_precision(device, precision) == "fp8":
-            cast, turned = CAST_BYTES * (read + weights), TURN_BYTES * (read + weights)
-            ahead = ahead + casts * (cast / memory_rate(device) + 2 * device.launch)
-            moved = CAST_BYTES * rows * n * groups + turned
-            back = back + casts * (moved / memory_rate(device) + 2 * device.launch)
-        if part.base and job.base_bits < 16:
-            unpacked = (job.base_bits / 8 + 2) * weights / memory_rate(device)
-            ahead, back = ahead + unpacked, back + unpacked
-        weight = gemm_time(n, k, rows, device, precision, groups) if part.trained else 0.0
-        each = (ahead, ahead if part.last else 0.0, back, weight)
-        total = [sofar + part.copies * time for sofar, time in zip(total, each, strict=True)]
-    return ProductTimes(*total)
+    found = [np.zeros(np.broadcast_shapes(rows.shape, tp.shape)) for _ in ProductTimes._fields]
+    for narrow in (True, False):
+        some = [part for part in parts if part.narrow == narrow]
+        if some:
+            times = _of_precision(job, device, some, rows, groups, narrow=narrow)
+            found = [sofar + time for sofar, time in zip(found, times, strict=True)]
+    return ProductTimes(*found)
+
+
+def _of_precision(
+    job: Job, device: Device, parts: list[_Local], rows: Floats, groups: Floats, *, narrow: bool
+) -> ProductTimes:
+    """The same of parts that are all narrow in a job of fp8, or none: one product after another along an axis
+    before those of the grid."""
+    precision = job.precision if narrow or job.precision != "fp8" else "bf16"
+    outputs, inputs = (np.array([getattr(part, name) for part in parts]) for name in ("outputs", "inputs"))
+    before = (1,) * (max(rows.ndim, groups.ndim) + 1 - outputs.ndim)
+    n, k = (each.reshape(len(parts), *before, *each.shape[1:]) for each in (outputs, inputs))
+
+    def flags(name: str) -> Floats:
+        return np.array([float(getattr(part, name)) for part in parts]).reshape(-1, *(1,) * (n.ndim - 1))
+
+    sides = ((rows, rows, n), (n, k, k), (k, n, rows))  # forward, and the gradients of inputs and of weights
+    high, wide, deep = (np.stack(np.broadcast_arrays(*side)) for side in sides)
+    ahead, back, weight = gemm_time(high, wide, deep, device, precision, groups)
+    read, weights = rows * k * groups, n * k * groups
+    if narrow and precision == product_precision(device, precision) == "fp8":
+        casts = job.program.casts
+        cast, turned = CAST_BYTES * (read + weights), TURN_BYTES * (read + weights)
+        ahead = ahead + casts * (cast / memory_rate(device) + 2 * device.launch)
+        moved = CAST_BYTES * rows * n * groups + turned
+        back = back + casts * (moved / memory_rate(device) + 2 * device.launch)
+    if job.base_bits < 16:
+        unpacked = flags("base") * (job.base_bits / 8 + 2) * weights / memory_rate(device)
+        ahead, back = ahead + unpacked, back + unpacked
+    copies = flags("copies")
+    each = (ahead, flags("last") * ahead, back, flags("trained") * weight)
+    return ProductTimes(*((copies * time).sum(axis=0) for time in each))

@@ -79,7 +79,7 @@ def lined_up(
     at = [place if n > 1 else 0 for place, n in zip(places, floor.shape, strict=True)]
     if spread is not None and floor.shape[spread.axis] > 1:
         at[spread.axis] = spread.row[places[spread.axis]]
-    order = np.argsort(floor[tuple(at)], kind="stable")
+    order = np.argsort(np.broadcast_to(floor[tuple(at)], len(places[0])), kind="stable")
     stops = [0, *range(FIRST_CELLS, len(order), MORE_CELLS), len(order)]
     for first, stop in pairwise(stops if len(order) else ()):
         some = order[first:stop]

@@ -53,6 +53,7 @@ def columns(ledger):
     held = values.pop("at_peak")
     values |= {f"at_peak.{name}": column for name, column in held._asdict().items()}
     values |= {name: getattr(ledger, name) for name in ("allocated", "reserved", "device")}
+    values["moment"] = np.array(ledger.moments)[ledger.moment]  # the list has those of the table's rows alone
     return {name: column for name, column in values.items() if isinstance(column, np.ndarray)}
 
 

@@ -22,7 +22,7 @@ SOURCE = {"x": 10.0}
 @pytest.fixture
 def moments_of(monkeypatch):
     """Bytes for each token at every moment, also at those that another exceeds; by name, the last of each."""
-    monkeypatch.setattr(tape, "_worst", tuple)
+    monkeypatch.setattr(tape, "worst", tuple)
 
     def found(steps, recompute="none"):
         return {moment.name: moment.token_bytes for moment in played(steps, SOURCE)[recompute].moments}

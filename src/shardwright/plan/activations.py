@@ -14,7 +14,8 @@ from shardwright.layout import RECOMPUTE_KINDS, Recompute
 from shardwright.model import ModelSpec
 from shardwright.plan.block_ops import ELEMENT_BYTES, WIDE_BYTES, Rank, Split
 from shardwright.plan.block_steps import Kind, block_steps
-from shardwright.plan.tape import BlockActivations, Moment, played
+from shardwright.plan.tape import BlockActivations, Moment
+from shardwright.plan.tapes import played_together
 
 __all__ = [
     "ELEMENT_BYTES", "WHOLE", "WIDE_BYTES", "BlockActivations", "Kind", "Moment", "Split",
@@ -34,15 +35,26 @@ def block_activations(
     In families whose layers differ in window or rotation only, every layer keeps the same.
     """
     assert kind == "dense" or model.moe, f"model {model.name} has no experts"
-    return _activations(model, job, _that_matters(split, kind), kind)[recompute]
+    (ways,) = _activations(model, job, [split], kind)
+    return ways[recompute]
+
+
+def _activations(
+    model: ModelSpec, job: Job, splits: Sequence[Split], kind: Kind
+) -> list[Mapping[Recompute, BlockActivations]]:
+    """Of each split, those not known yet played together."""
+    known = _known(model, job, kind)
+    matter = [_that_matters(split, kind) for split in splits]
+    new = [split for split in dict.fromkeys(matter) if split not in known]
+    ranks = [Rank(model, job, split) for split in new]
+    found = played_together([(block_steps(rank, kind), {"input": rank.residual}) for rank in ranks])
+    known.update(zip(new, found, strict=True))
+    return [known[split] for split in matter]
 
 
 @cache
-def _activations(
-    model: ModelSpec, job: Job, split: Split, kind: Kind
-) -> Mapping[Recompute, BlockActivations]:
-    rank = Rank(model, job, split)
-    return played(block_steps(rank, kind), {"input": rank.residual})
+def _known(model: ModelSpec, job: Job, kind: Kind) -> dict[Split, Mapping[Recompute, BlockActivations]]:
+    return {}
 
 
 def _that_matters(split: Split, kind: Kind) -> Split:
@@ -78,7 +90,7 @@ class BlockWays:
 @lru_cache(maxsize=256)
 def activations_of(model: ModelSpec, job: Job, splits: tuple[Split, ...], kind: Kind = "dense") -> BlockWays:
     """Of every split, every kind of recomputation."""
-    found = (_activations(model, job, _that_matters(split, kind), kind) for split in splits)
+    found = _activations(model, job, splits, kind)
     return BlockWays(tuple(ways[recompute] for ways in found for recompute in RECOMPUTE_KINDS))
 
 

@@ -188,7 +188,7 @@ def _activations(plan: Plan, ledger: Ledger) -> dict[str, Any]:
         "recompute_every": layout.recompute_every,
         "kind": kind,
         "kept_operations": list(layout.kept),
-        "saved_by_block": {name: round(size * tokens) for name, size in block.saved.items()},
+        "saved_by_block": {name: round(float(size) * tokens) for name, size in block.saved.items()},
         "saved_by_block_without_recompute": round(none.saved_bytes * tokens),
         "saved_by_block_eager_swiglu": round(llama_block_saved_bytes(plan.model, plan.job.seq) * tokens)
         if plan.job.precision == "bf16" and plan.model.model_type in LLAMA_LIKE

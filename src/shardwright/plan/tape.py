@@ -4,12 +4,18 @@ The operations are data: what each reads, makes and keeps. From them follow the 
 working set while the sequence is computed again and while its gradients are made, in autograd's order.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardwright.layout import Recompute
+
+Amount = float | NDArray[np.float64]
+"""Bytes; of several sequences that differ in amounts alone, an array."""
 
 
 class Op(NamedTuple):
@@ -22,13 +28,13 @@ class Op(NamedTuple):
 
     name: str
     reads: tuple[str, ...]
-    makes: Mapping[str, float]
+    makes: Mapping[str, Amount]
     keeps: tuple[str, ...] = ()
     stays: tuple[str, ...] = ()
-    gradient: float = 0.0  # bytes of weight gradients
+    gradient: Amount = 0.0  # bytes of weight gradients
     adds: bool = False
-    around: float = 0.0
-    around_backward: float = 0.0
+    around: Amount = 0.0
+    around_backward: Amount = 0.0
 
 
 Step = tuple[Op, ...]
@@ -39,9 +45,9 @@ class Moment(NamedTuple):
     """A candidate for the peak inside one block's backward pass."""
 
     name: str
-    token_bytes: float  # of the block's own tensors, for each token
-    gradient_bytes: float  # of weight gradients made so far, not yet reduced
-    fresh_bytes: float  # of the one made last: all there is when it is added to an older one at once
+    token_bytes: Amount  # of the block's own tensors, for each token
+    gradient_bytes: Amount  # of weight gradients made so far, not yet reduced
+    fresh_bytes: Amount  # of the one made last: all there is when it is added to an older one at once
 
 
 class Apart(NamedTuple):
@@ -52,9 +58,9 @@ class Apart(NamedTuple):
     ``left``: what no weight needs, which stays until the pass has been through all blocks.
     """
 
-    most: float
-    waits: float
-    left: float
+    most: Amount
+    waits: Amount
+    left: Amount
     weights: tuple[Moment, ...]
 
 
@@ -62,7 +68,7 @@ class Apart(NamedTuple):
 class BlockActivations:
     """What a block keeps [B for each token, by tensor] and the moments that may be the peak."""
 
-    saved: Mapping[str, float]
+    saved: Mapping[str, Amount]
     moments: tuple[Moment, ...]
     two_passes: Callable[[], Apart]
 
@@ -73,21 +79,21 @@ class BlockActivations:
 
     @property
     def saved_bytes(self) -> float:
-        """Kept for the backward pass, for each token [B]."""
-        return sum(self.saved.values())
+        """Kept for the backward pass, for each token [B]; of one sequence."""
+        return float(sum(self.saved.values()))
 
 
 @dataclass
 class _Tape:
     """Tensors alive while a sequence is played; remembers every moment something was made."""
 
-    live: dict[str, float]
-    gradients: float = 0.0
+    live: dict[str, Amount]
+    gradients: Amount = 0.0
     moments: list[Moment] = field(default_factory=list)
 
-    def make(self, step: str, tensors: Mapping[str, float], around: float, gradient: float = 0.0) -> None:
+    def make(self, step: str, tensors: Mapping[str, Amount], around: Amount, gradient: Amount = 0.0) -> None:
         self.live.update(tensors)
-        self.gradients += gradient
+        self.gradients = self.gradients + gradient
         self.moments.append(Moment(step, sum(self.live.values()) + around, self.gradients, gradient))
 
     def free(self, *names: str) -> None:
@@ -95,7 +101,7 @@ class _Tape:
             del self.live[name]
 
 
-def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute, BlockActivations]:
+def played(steps: Sequence[Step], source: Mapping[str, Amount]) -> dict[Recompute, BlockActivations]:
     """Saved tensors and moments of a sequence that starts from the one tensor of ``source``, of every kind of
     recomputation.
 
@@ -121,15 +127,27 @@ def played(steps: Sequence[Step], source: Mapping[str, float]) -> dict[Recompute
         kept = _kept(sizes, saved)
         tape = _Tape(dict(kept) | {"grad": sizes[output]})
         _recompute(tape, steps, again)
-        largest = sorted(tape.moments, key=lambda moment: -moment.token_bytes)[:1]  # no gradients yet
-        least = max((moment.token_bytes for moment in largest), default=0.0)
+        least = _most(moment.token_bytes for moment in tape.moments)
+        largest = [Moment(tape.moments[0].name, least, 0.0, 0.0)] if tape.moments else []  # no gradients yet
         two_passes = partial(_apart, steps, sizes, again, saved, output, least)
-        found[kind] = BlockActivations(kept, _worst([*largest, *after]), two_passes)
+        found[kind] = BlockActivations(kept, worst([*largest, *after]), two_passes)
     return found
 
 
-def _kept(sizes: Mapping[str, float], names: set[str]) -> dict[str, float]:
-    return {name: size for name, size in sizes.items() if name in names and size}
+def _kept(sizes: Mapping[str, Amount], names: set[str]) -> dict[str, Amount]:
+    return {name: size for name, size in sizes.items() if name in names and is_there(size)}
+
+
+def is_there(amount: Amount) -> bool:
+    """Whether it is more than nothing; of several sequences that are played together, it is in each."""
+    return bool(amount.any() if isinstance(amount, np.ndarray) else amount)
+
+
+def _most(amounts: Iterable[Amount]) -> Amount:
+    found = list(amounts)
+    if any(isinstance(amount, np.ndarray) for amount in found):
+        return reduce(np.maximum, found)
+    return max(found, default=0.0)
 
 
 def _recompute(tape: _Tape, steps: Sequence[Step], needed: set[str]) -> None:
@@ -141,36 +159,36 @@ def _recompute(tape: _Tape, steps: Sequence[Step], needed: set[str]) -> None:
     lasting = needed | {"grad"}
     for place, step in enumerate(steps[: end + 1]):
         makes = {name: size for op in step for name, size in op.makes.items()}
-        tape.make("recompute", makes, max(op.around for op in step))
+        tape.make("recompute", makes, _most(op.around for op in step))
         tape.free(*(name for name in tape.live if last_use.get(name) == place and name not in lasting))
     tape.free(*(name for name in tape.live if name not in lasting))
 
 
 def _backward(
-    ops: Sequence[Op], sizes: Mapping[str, float], saved: set[str], output: str
+    ops: Sequence[Op], sizes: Mapping[str, Amount], saved: set[str], output: str
 ) -> tuple[Moment, ...]:
     """Gradients, last operation first; a saved tensor goes when the first operation that kept it is done.
     Returns the worst moments."""
     tape, held = _played_back(ops, sizes, saved, output)
     left = set(tape.live) - set(held.buffer)
     assert left == set(held.buffer.values()), f"left after the backward pass: {left}"
-    return _worst(tape.moments)
+    return worst(tape.moments)
 
 
 def _apart(
     steps: Sequence[Step],
-    sizes: Mapping[str, float],
+    sizes: Mapping[str, Amount],
     needed: set[str],
     saved: set[str],
     output: str,
-    least: float = 0.0,
+    least: Amount = 0.0,
 ) -> Apart:
     """The gradients of inputs alone, ``least`` before there are any, then those of weights. A graph that
     waits for its second pass frees nothing that is ``saved``, and keeps the gradient of the output of each
     operation with weights; what is ``needed`` besides is made again in each pass."""
     ops = [op for step in steps for op in step]
     inputs = [op._replace(gradient=0.0) for op in ops]
-    trained = {name for op in ops if op.gradient for name in op.makes}
+    trained = {name for op in ops if is_there(op.gradient) for name in op.makes}
     tape, held = _played_back(inputs, sizes, needed, output, trained, stays=saved)
     last = set(held.buffer.values())
     waits = {name: size for name, size in tape.live.items() if name not in needed | saved | last}
@@ -179,17 +197,17 @@ def _apart(
         _recompute(weights, steps, needed | set(waits))
     _weights(weights, ops, sizes, held.left, stays=saved if saved != needed else set())
     return Apart(
-        max(least, *(moment.token_bytes for moment in tape.moments)),
+        _most([least, *(moment.token_bytes for moment in tape.moments)]),
         sum(waits.values()),
         sum(weights.live.values()),
-        _worst(weights.moments),
+        worst(weights.moments),
     )
 
 
 def _weights(
     tape: _Tape,
     ops: Sequence[Op],
-    sizes: Mapping[str, float],
+    sizes: Mapping[str, Amount],
     left: Mapping[str, str],
     stays: Set[str],
 ) -> None:
@@ -198,13 +216,15 @@ def _weights(
     without weights has kept it as well: that one is not run and lets go of nothing. A norm makes its input's
     gradient again.
     """
-    order = sorted((op for op in ops if op.gradient), key=lambda op: "norm" in op.name)
+    order = sorted((op for op in ops if is_there(op.gradient)), key=lambda op: "norm" in op.name)
     for place, op in enumerate(order):
         normed = op.reads[0] if "norm" in op.name else None
         tape.make(f"{op.name} weights", {}, sizes[normed] if normed else 0.0, op.gradient)
         rest = [other for other in ops if other not in order[: place + 1]]
         kept = {name for other in rest for name in other.keeps}
-        waiting = {left[name] for other in rest if other.gradient for name in other.makes if name in left}
+        waiting = {
+            left[name] for other in rest if is_there(other.gradient) for name in other.makes if name in left
+        }
         done = {name for name in op.keeps if name not in kept | stays}
         done |= {left[name] for name in op.makes if name in left} - waiting
         tape.free(*(name for name in done if name in tape.live))
@@ -212,7 +232,7 @@ def _weights(
 
 def _played_back(
     ops: Sequence[Op],
-    sizes: Mapping[str, float],
+    sizes: Mapping[str, Amount],
     saved: set[str],
     output: str,
     waiting: Set[str] = frozenset(),
@@ -242,7 +262,7 @@ class _Gradients:
     """Gradients on their way: the buffer of each tensor's; several tensors may share one, as summands do."""
 
     tape: _Tape
-    sizes: Mapping[str, float]
+    sizes: Mapping[str, Amount]
     buffer: dict[str, str]
     waiting: Set[str] = frozenset()  # tensors whose gradients are kept to the end
     kept: set[str] = field(default_factory=set)  # their buffers
@@ -285,13 +305,16 @@ class _Gradients:
             self.tape.free(fresh[name])
         self.buffer = {name: buffer for name, buffer in fresh.items() if name not in again} | self.buffer
 
-    def _release(self, outputs: Mapping[str, float]) -> None:
+    def _release(self, outputs: Mapping[str, Amount]) -> None:
         done = {self.buffer.pop(name) for name in outputs if name in self.buffer}
         self.tape.free(*(done - set(self.buffer.values()) - self.kept))
 
 
-def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Moments that no other one exceeds in tensors and gradients alike; the first of equal ones."""
+def worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """Moments that no other one exceeds in tensors and gradients alike; the first of equal ones. Of several
+    sequences, those that are so in one."""
+    if any(isinstance(moment.token_bytes, np.ndarray) for moment in moments):
+        return _worst_of_several(moments)
     kept = []
     for place, (_, token_bytes, made, fresh) in enumerate(moments):
         for other, (_, tokens, gradients, last) in enumerate(moments):
@@ -301,3 +324,13 @@ def _worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
         else:
             kept.append(moments[place])
     return tuple(kept)
+
+
+def _worst_of_several(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    columns = np.broadcast_arrays(*(part for moment in moments for part in moment[1:]))
+    amounts = np.array(columns).reshape(len(moments), 3, -1)
+    no_less = np.all(amounts[None] >= amounts[:, None], axis=2)  # of a moment and another one
+    equal = np.all(amounts[None] == amounts[:, None], axis=2)
+    earlier = np.tri(len(moments), k=-1, dtype=bool)[..., None]
+    exceeded = np.any(no_less & (~equal | earlier), axis=1)
+    return tuple(moment for moment, over in zip(moments, exceeded, strict=True) if not over.all())

@@ -28,6 +28,9 @@ from shardwright.plan.uneven import may_be_unlike
 BLOCK_ROWS = 65_536
 """Layouts summed at once: above it arrays fall out of the caches, below it numpy's calls dominate."""
 
+FEW_ROWS = 1024
+"""Layouts below which they are not parted: numpy's calls take longer than the sums."""
+
 
 class Evaluated(NamedTuple):
     """A piece of a grid with memory of a device [B] and time of a step [s].
@@ -158,7 +161,7 @@ def _by_likeness(timed: Timed) -> Iterator[Timed]:
     unlike = may_be_unlike(timed.grid.table, timed.ranks.stage).any(axis=0)
     axes = [axis for axis, places in enumerate(unlike.shape) if places > 1]
     there = unlike.ravel()
-    if len(axes) != 1 or there.all() or not there.any():
+    if len(axes) != 1 or there.all() or not there.any() or timed.grid.table.rows < FEW_ROWS:
         yield timed
         return
     yield timed.at({axes[0]: np.flatnonzero(~there)})

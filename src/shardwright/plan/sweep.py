@@ -30,7 +30,7 @@ from shardwright.plan.evaluate import (
 from shardwright.plan.placement import shared_routes
 from shardwright.plan.room import least_room
 from shardwright.plan.runnable import runnable_rows
-from shardwright.plan.space import BATCH, DATA, INNER, MEMORY, ORDER, Grid, search_space
+from shardwright.plan.space import BATCH, DATA, EXPERTS, INNER, MEMORY, ORDER, PIPE, Grid, search_space
 from shardwright.plan.tally import Tally
 
 SLOWEST = 1.15
@@ -38,6 +38,9 @@ SLOWEST = 1.15
 
 PIECE_CELLS = 330_000
 """Cells of a piece of a grid at most: its largest columns then take some megabytes."""
+
+PIECE_TIMES = 1_000_000
+"""Times of a microbatch of a piece at most, which with experts lie along the data axes too."""
 
 
 def plain_grids(model: ModelSpec, job: Job, ranks: int) -> Iterator[Grid]:
@@ -154,8 +157,10 @@ def _evaluate(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: 
 
 def _pieces(grid: Grid) -> Iterator[Grid]:
     """A grid in pieces of not too many layouts."""
-    count, cells = grid.table.shape[INNER], prod(shape_of_cells(grid))
-    for index in np.array_split(np.arange(count), min(-(-cells // PIECE_CELLS), count)):
+    shape = grid.table.shape
+    count, cells, times = shape[INNER], prod(shape_of_cells(grid)), grid.table.rows // shape[PIPE]
+    pieces = max(-(-cells // PIECE_CELLS), -(-times // PIECE_TIMES) if shape[EXPERTS] > 1 else 1)
+    for index in np.array_split(np.arange(count), min(pieces, count)):
         yield grid.along(INNER, index)
 
 

@@ -47,9 +47,10 @@ class Cells:
 
     @property
     def timed(self) -> Timed:
-        """With what times of microbatches depend on."""
-        routes = {"pp": self.grid.routes["pp"]}
-        light = self.grid._replace(routes=routes, parts=self.grid.parts.folded, ranks=None, data=None)
+        """With what times of microbatches depend on, which are to be worked out."""
+        routes, none = {"pp": self.grid.routes["pp"]}, np.zeros((1,) * GRID_AXES)
+        parts = self.grid.parts.folded
+        light = self.grid._replace(inside=none, routes=routes, parts=parts, ranks=None, data=None)
         cells = light.mapped(self.line.part)
         return cells._replace(places=every_place(cells.grid))
 

@@ -14,8 +14,9 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 run: $(STAMP)
 	$(BIN)/shardwright loop
 
+# bytecode is kept, or every process that tests start would compile the package anew
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 live: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m live

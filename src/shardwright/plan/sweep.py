@@ -2,10 +2,10 @@
 
 The promising grids come first, and what they reach puts others out. Time is worked out step by step, each a
 better bound from below. What a layout holds at least, which is soon known, puts out more than any bound of
-time: the step of the busiest rank is worked out of what it leaves, layout by layout, and memory of what passes
-all. What is only modelled is looked for by itself where it is much faster than what runs. Until something is known to fit,
-layouts without offload and with the loss in one part are evaluated alone: offload and parts of the loss save
-memory and never time.
+time: the step of the busiest rank is worked out of what it leaves, layout by layout, and memory of what
+passes all. What is only modelled is looked for by itself where it is much faster than what runs. Until
+something is known to fit, layouts without offload and with the loss in one part are evaluated alone: offload
+and parts of the loss save memory and never time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

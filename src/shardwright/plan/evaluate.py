@@ -193,19 +193,21 @@ def _evaluate(
         yield Evaluated(block, device, np.broadcast_to(seconds, device.shape))
 
 
-def least_memory(model: ModelSpec, job: Job, cluster: Cluster, timed: Timed) -> Evaluated:
+def of_least_memory(timed: Timed) -> Timed:
     """The layouts of the smallest microbatch, or of one alone, which adds no gradients up, and of full
-    recomputation: what does not fit among them fits with no other microbatch or recomputation either. Their
-    time is not worked out."""
+    recomputation: what does not fit among them fits with no other microbatch or recomputation either."""
     table = timed.grid.table
     full = (table.recompute == RECOMPUTE_KINDS.index("full")) & (table.recompute_every == 1)
     kept = np.flatnonzero(full) if full.any() else np.arange(table.shape[MEMORY])
     axes = tuple(axis for axis in range(table.microbatches.ndim) if axis != BATCH)
     least = (table.microbatches == 1).any(axis=axes)
     least[0] = True
-    batches = np.flatnonzero(least)
-    grid = timed.grid.along(MEMORY, kept).along(BATCH, batches)
-    ranks = timed.ranks.along(BATCH, batches) if timed.ranks is not None else None
+    return timed.at({MEMORY: kept, BATCH: np.flatnonzero(least)})
+
+
+def memory_alone(model: ModelSpec, job: Job, cluster: Cluster, timed: Timed) -> Evaluated:
+    """Memory of every layout of a grid; their time is not worked out."""
+    grid, ranks = timed.grid, timed.ranks
     device = highest(reserved_terms(model, job, cluster.device, grid.table, ranks), grid.table.shape)
     device *= 1 + cluster.device.allocator_margin
     device += beside_allocated(model, job, cluster.device, grid.table, ranks)

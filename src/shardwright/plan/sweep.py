@@ -20,11 +20,11 @@ from shardwright.model import ModelSpec
 from shardwright.plan.busiest import least_busy
 from shardwright.plan.cells import Cells, layouts_of_cells, lined_up, shape_of_cells
 from shardwright.plan.evaluate import (
-    Evaluated,
     Timed,
     evaluate,
     least,
-    least_memory,
+    memory_alone,
+    of_least_memory,
     of_microbatches,
     whole_step,
     with_shares,
@@ -33,10 +33,14 @@ from shardwright.plan.placement import shared_routes
 from shardwright.plan.room import least_room
 from shardwright.plan.runnable import RUNNABLE_COLUMNS, runnable_rows
 from shardwright.plan.space import BATCH, DATA, EXPERTS, INNER, MEMORY, ORDER, PIPE, Grid, search_space
+from shardwright.plan.table import Floats
 from shardwright.plan.tally import Tally
 
 SLOWEST = 1.15
 """Layouts that take so many times the best's step are passed over."""
+
+FEW_MESHES = 4
+"""Meshes of a grid among which the nearest miss is looked for first."""
 
 FAR = 1.05
 """Times the fastest step that the fastest which runs takes, from which on each is looked for by itself."""
@@ -110,21 +114,47 @@ def _with_room(
         yield some._replace(grid=fitting, outside=np.where(valid, some.outside, np.inf)), cells
 
 
-def _where_some_fit(grid: Timed, least_of: Evaluated, tally: Tally) -> Timed | None:
+def _where_some_fit(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> Timed | None:
     """The part of a grid where layouts of the least memory fit; the others are counted as too large."""
-    fits = least_of.device <= tally.limit
+    least = of_least_memory(grid)
+    assert least.ranks is not None
+    room = least_room(model, job, cluster.device, least.grid.table, least.ranks).whole
     left: Timed | None = grid
-    for axis in range(BATCH):
-        others = tuple(other for other in range(fits.ndim) if other != axis)
-        keep = np.flatnonzero(fits.any(axis=others))
-        if len(keep) == 0:
-            left = None
-            break
-        if len(keep) < fits.shape[axis]:
-            left = left.at({axis: keep}) if left is not None else None
+    if room.min() > tally.limit:  # none does
+        left = None
+        _look_for_misses(model, job, cluster, least, room, tally)
+    else:
+        found = memory_alone(model, job, cluster, least)
+        fits = found.device <= tally.limit
+        for axis in range(BATCH):
+            others = tuple(other for other in range(fits.ndim) if other != axis)
+            keep = np.flatnonzero(fits.any(axis=others))
+            if len(keep) == 0:
+                left = None
+                break
+            if len(keep) < fits.shape[axis]:
+                left = left.at({axis: keep}) if left is not None else None
+        tally.add_misses_of_least(found)
     tally.add_too_large(grid.grid.ordered_rows - (left.grid.ordered_rows if left else 0))
-    tally.add_misses_of_least(least_of)
     return left
+
+
+def _look_for_misses(
+    model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, room: Floats, tally: Tally
+) -> None:
+    """The nearest miss of a grid in which nothing fits, and the farthest among the meshes that hold least
+    and most, by the ``room`` that layouts take at least."""
+    others = tuple(axis for axis in range(room.ndim) if axis != INNER)
+    lowest, highest = (
+        np.broadcast_to(f(axis=others), grid.grid.table.shape[INNER]) for f in (room.min, room.max)
+    )
+    meshes = np.argsort(lowest, kind="stable")
+    some = np.unique([*meshes[:FEW_MESHES], *np.argsort(highest)[-1:]])
+    if lowest.min() < tally.nearest or highest.max() > tally.farthest:
+        tally.add_misses_of_least(memory_alone(model, job, cluster, grid.at({INNER: some})))
+    more = np.setdiff1d(np.flatnonzero(lowest < tally.nearest), some)
+    if len(more):
+        tally.add_misses_of_least(memory_alone(model, job, cluster, grid.at({INNER: more})))
 
 
 def _promise(grid: Timed) -> tuple[bool, float]:
@@ -168,7 +198,7 @@ def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, ta
     if tally.exhaustive:
         pieces = [(left, None)]
     elif below == np.inf:  # nothing is known to fit
-        pieces = [(_where_some_fit(left, least_memory(model, job, cluster, left), tally), None)]
+        pieces = [(_where_some_fit(model, job, cluster, left, tally), None)]
     else:
         pieces = _with_room(model, job, cluster, left, tally, below)
     for piece, cells in pieces:

@@ -96,7 +96,7 @@ def hidden_dim(tensor: Tensor) -> int:
     return 1 if tensor.splits.get("tp") == 2 else 2
 
 
-def each_is_split(tensor: Tensor, experts: Floats | Ints, shard: Ints) -> NDArray[np.bool_]:
+def each_is_split(tensor: Tensor, experts: Floats | Ints | float, shard: Ints) -> NDArray[np.bool_]:
     """Whether a rank of ``shard`` has a part of each of its ``experts``, along the hidden size: where they
     are fewer than the ranks, which must divide it. Else it has whole ones."""
     if len(tensor.shape) < 3:
@@ -178,35 +178,32 @@ def _elements(
     shard: Ints,
     weights: Sequence[Weight],
 ) -> list[UnitElements]:
-    none: Floats = np.zeros((1,) * shard.ndim)
-    whole, held = [none] * len(weights), [none] * len(weights)
+    axes = (1,) * shard.ndim
+    whole, held = np.zeros((2, len(weights), *axes))
     for tensor, count in unit.groups:
         rows, width = local_shape(tensor, model, table.tp, table.ep, table.etp)
         numel, kept = rows * width, np.ceil(rows / shard) * width
         if "ep" in tensor.splits:
             kept = np.where(each_is_split(tensor, rows, shard), numel / shard, kept)
-        for n, weight in enumerate(weights):
-            each = count * weight(tensor)
-            if each:
-                whole[n], held[n] = whole[n] + each * numel, held[n] + each * kept
+        each = np.array([count * weight(tensor) for weight in weights]).reshape(-1, *axes)
+        whole, held = whole + each * numel, held + each * kept
     return [UnitElements(w, h, h * shard, unit.last_share) for w, h in zip(whole, held, strict=True)]
 
 
 def local_shape(
     tensor: Tensor, model: ModelSpec, tp: Ints, ep: Ints | int = 1, etp: Ints | int = 1
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats | float, Floats | float]:
     """Rows and elements of a row that a rank of ``tp``, or of ``ep`` x ``etp``, holds of a tensor.
 
     Key and value matrices keep at least one head a rank: with more ranks than heads they are repeated.
     """
-    dim = tensor.splits.get("tp")
-    total = float(tensor.shape[0])
-    width = tensor.numel / total * np.ones_like(tp, dtype=np.float64)
+    dim, total = tensor.splits.get("tp"), float(tensor.shape[0])
+    width = tensor.numel / total
     if "ep" in tensor.splits:
         return np.ceil(total / ep), np.ceil(width / etp) if dim is not None else width
     if dim is None:
-        return np.full_like(width, total), width
+        return total, width
     if dim == 0:
         key_value = tensor.role == "attention" and total == model.kv_heads * model.head_size
         return np.maximum(np.ceil(total / tp), model.head_size if key_value else 0), width
-    return np.full_like(width, total), np.ceil(width / tp)
+    return total, np.ceil(width / tp)

@@ -235,6 +235,16 @@ def test_the_nearest_miss_is_the_smallest():
     assert f"farthest [{farthest.label}]" in note
 
 
+@pytest.mark.parametrize("share", [0.999, 0.25])  # a bound from below lets some pass, or none
+@pytest.mark.parametrize("model", [SPEC, EXPERTS, MIXED], ids=["dense", "experts", "mixed"])
+def test_where_nothing_fits_the_nearest_miss_is_that_of_all(model, share):
+    job, cluster = Job(seq=64, global_batch=8), small_cluster(8, 6 * GiB)
+    least = search(model, job, cluster, exhaustive=True).device.min()
+    found = search(model, job, cluster, max_memory=share * least)
+    assert len(found.best) == 0
+    assert found.misses.device.min() == pytest.approx(least, rel=1e-9)
+
+
 def test_what_fits_in_no_other_way_rests_on_the_host():
     """A 70B on 8 devices of 80 GB: 16 bytes a parameter are 140 GB a device, without optimizer state 70."""
     model, job, cluster = preset("llama-2-70b"), Job(seq=4096, global_batch=8), cluster_of("h100-sxm", 8)

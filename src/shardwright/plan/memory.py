@@ -1,5 +1,6 @@
 """The memory ledger: what the heaviest rank holds, by kind, at rest and at the peak of a step."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -264,14 +265,16 @@ def highest(terms: Sequence[PeakTerm], shape: tuple[int, ...] | None = None) -> 
 def _by_state(terms: Sequence[PeakTerm]) -> list[PeakTerm]:
     """One term for each different state, with the most that is besides."""
     groups: list[PeakTerm] = []
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)  # of shape and ends
     for term in terms:
-        for place, known in enumerate(groups):
-            if np.array_equal(known.state, term.state):
-                most = np.maximum(known.activations, term.activations)
-                groups[place] = PeakTerm(known.state, most)
-                break
-        else:
+        known = alike[term.state.shape, term.state.flat[0], term.state.flat[-1]]
+        place = next((n for n in known if np.array_equal(groups[n].state, term.state)), None)
+        if place is None:
+            known.append(len(groups))
             groups.append(term)
+        else:
+            most = np.maximum(groups[place].activations, term.activations)
+            groups[place] = PeakTerm(term.state, most)
     return groups
 
 

@@ -89,12 +89,21 @@ def _outside(column: str, values: NDArray[np.int64]) -> Mask:
 
 def runnable_rows(table: LayoutTable, job: Job) -> Mask:
     """Rows that the runtime executes, as far as the layout decides it; of a grid, columns that broadcast."""
+    return np.broadcast_to(~_refused(table, job), table.shape)
+
+
+def some_run(table: LayoutTable, job: Job) -> bool:
+    """Whether the runtime executes any row."""
+    return not _refused(table, job).all()
+
+
+def _refused(table: LayoutTable, job: Job) -> Mask:
     refused = np.zeros((1,) * table.pp.ndim, dtype=np.bool_)
     for refusal in REFUSALS.values():
         rows = refusal.rows(table, job)
         if rows.any():
             refused = refused | rows
-    return np.broadcast_to(~refused, table.shape)
+    return refused
 
 
 def job_refusals(model: ModelSpec, job: Job) -> Iterator[str]:

@@ -31,7 +31,7 @@ from shardwright.plan.evaluate import (
 )
 from shardwright.plan.placement import shared_routes
 from shardwright.plan.room import least_room
-from shardwright.plan.runnable import RUNNABLE_COLUMNS, runnable_rows
+from shardwright.plan.runnable import RUNNABLE_COLUMNS, some_run
 from shardwright.plan.space import BATCH, DATA, EXPERTS, INNER, MEMORY, ORDER, PIPE, Grid, search_space
 from shardwright.plan.table import Floats
 from shardwright.plan.tally import Tally
@@ -179,11 +179,10 @@ def _by_running(grid: Timed, tally: Tally) -> Iterator[Timed]:
         return
     for axis, column in ((EXPERTS, "dispatch"), (PIPE, "schedule")):
         runs = np.isin(getattr(grid.grid.table, column), RUNNABLE_COLUMNS[column]).reshape(-1)
+        if not runs.any():
+            break
         if not runs.all():
-            modelled = grid.at({axis: np.flatnonzero(~runs)}) if len(runs) > 1 else grid
-            yield modelled
-            if not runs.any():
-                return
+            yield grid.at({axis: np.flatnonzero(~runs)})
             grid = grid.at({axis: np.flatnonzero(runs)})
     yield grid
 
@@ -225,6 +224,6 @@ def _to_beat(grid: Grid, tally: Tally) -> float:
     """The step that a layout of the grid must be faster than to matter."""
     if tally.exhaustive:
         return float(np.inf)
-    if runnable_rows(grid.table, tally.job).any():
+    if some_run(grid.table, tally.job):
         return tally.fastest[True]
     return min(tally.fastest.values())

@@ -200,7 +200,7 @@ class _Moments(NamedTuple):
     pending: Floats
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)  # a search asks for the same of several splits and recomputations
 def _moments(schedule: str, p: int, v: int, m: int, rank: int) -> _Moments:
     kind, stage, *_ = rank_order(schedule, p, v, m, rank)
     mine = ranks_stages(schedule, p, v, rank)

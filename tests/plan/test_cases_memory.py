@@ -11,7 +11,8 @@ from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.accounting import ACCOUNTINGS
-from shardwright.plan.holdings import block_kinds, unit_amounts
+from shardwright.plan.amounts import unit_amounts
+from shardwright.plan.holdings import block_kinds
 from shardwright.plan.memory import memory_ledger
 from shardwright.plan.other_runtimes import (
     cross_entropy_bytes,

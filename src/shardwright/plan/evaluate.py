@@ -171,9 +171,9 @@ def _by_likeness(timed: Timed) -> Iterator[Timed]:
 def _evaluate(
     model: ModelSpec, job: Job, cluster: Cluster, timed: Timed, below: float
 ) -> Iterator[Evaluated]:
-    grid = timed.grid
+    grid, ranks = timed.grid, timed.ranks
+    assert ranks is not None
     shape = grid.table.shape
-    ranks = timed.ranks or rank_states(model, job, cluster.device, grid.table)
     terms = reserved_terms(model, job, cluster.device, grid.table, ranks)
     besides = beside_allocated(model, job, cluster.device, grid.table, ranks)
     beside = [np.where(grid.valid, besides, -np.inf)]

@@ -15,7 +15,8 @@ from shardwright.job import Job
 from shardwright.layout import OFFLOAD_KINDS, Layout
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, Split, block_activations
-from shardwright.plan.holdings import OFFLOADED_BLOCKS, unit_amounts
+from shardwright.plan.amounts import unit_amounts
+from shardwright.plan.holdings import OFFLOADED_BLOCKS
 from shardwright.plan.megatron_memory import Peak, heaviest
 from shardwright.plan.memory import resting_state
 from shardwright.plan.other_runtimes import cross_entropy_bytes, torchtitan_selective_saved_bytes

@@ -5,7 +5,7 @@ Which units are gathered, whose gradients wait unreduced, and which buffers live
 (_fsdp_param_group.py, _fsdp_collectives.py). plan/moments.py puts it together moment by moment.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from shardwright.job import Job
 from shardwright.layout import CONTEXT_KINDS, OFFLOAD_KINDS, RECOMPUTE_KINDS
 from shardwright.model import ModelSpec
-from shardwright.plan.accounting import is_trained
 from shardwright.plan.activations import (
     ELEMENT_BYTES,
     WIDE_BYTES,
@@ -25,19 +24,23 @@ from shardwright.plan.activations import (
     activations_of,
     rotary_table_bytes,
 )
+from shardwright.plan.amounts import (
+    Amounts,
+    block_amounts,
+    experts_apart,
+    gathered_ahead,
+    gathered_ahead_of_head,
+    held_of,
+    joined,
+)
 from shardwright.plan.flights import NOTHING_ELSE, Flight, Kept, More, Tail, flights_at, remaining, tails
-from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
+from shardwright.plan.params import EMBEDDING, HEAD
 from shardwright.plan.shards import (
-    EXPERT_BLOCK,
     EXPERTS,
     TIED,
-    UnitElements,
-    Weight,
-    gathered_units,
-    unit_elements,
 )
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import ColumnMap, Floats, Ints, LayoutTable, added, distinct
+from shardwright.plan.table import Floats, Ints, LayoutTable, added, distinct
 
 
 def token_bytes(job: Job) -> int:
@@ -61,8 +64,8 @@ class Held(NamedTuple):
 
 
 class HeldParts(NamedTuple):
-    """The same with what is gathered in two: what follows from how state is split, and what may depend on the
-    microbatch, gradients that ``wait`` to be reduced and those just made."""
+    """The same with what is gathered in two: ``gathered`` follows from how state is split, ``waiting`` may
+    depend on the microbatch: gradients that are to be reduced, and those just made."""
 
     gradients: Floats
     activations: Floats
@@ -74,21 +77,6 @@ class HeldParts(NamedTuple):
     def held(self) -> Held:
         """By kind."""
         return Held(self.gradients, self.activations, self.logits, added(self.gathered, self.waiting))
-
-
-class Amounts(NamedTuple):
-    """Bytes of one unit."""
-
-    gathered: Floats  # parameters, whole
-    fresh: Floats  # gradients as backward makes them
-    whole: Floats  # gradients whole in the reduced type
-    reduce_input: Floats
-    shard: Floats  # reduced
-    last_share: float  # of the unit's last tensor in it
-
-    def mapped(self, part: ColumnMap) -> "Amounts":
-        """The same with ``part`` of every column."""
-        return _of_columns(map(part, self[:-1]), self.last_share)
 
 
 class Means(NamedTuple):
@@ -211,94 +199,6 @@ def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "de
     return BlockKinds(ways, plain + table.recompute, plain, 1 / table.recompute_every)
 
 
-def _amounts(gathered: UnitElements, trained: UnitElements, job: Job) -> Amounts:
-    """Bytes of a unit, gathered elements weighing their bytes."""
-    element, wide = ELEMENT_BYTES[job.precision], WIDE_BYTES[job.precision]
-    return Amounts(
-        gathered=gathered.padded,
-        fresh=element * trained.whole,
-        whole=wide * trained.whole,
-        reduce_input=wide * trained.padded,
-        shard=wide * trained.shard,
-        last_share=trained.last_share,
-    )
-
-
-def _held(unit: Amounts, held: Floats) -> Amounts:
-    """Of a unit that some ranks do not hold."""
-    return _of_columns((held * part for part in unit[:-1]), unit.last_share)
-
-
-def _joined(one: Amounts, other: Amounts) -> Amounts:
-    """Two units held at the same time."""
-    return _of_columns((a + b for a, b in zip(one[:-1], other[:-1], strict=True)), _share_of(one, other))
-
-
-def _either(condition: NDArray[np.bool_], one: Amounts, other: Amounts) -> Amounts:
-    pairs = zip(one[:-1], other[:-1], strict=True)
-    return _of_columns((np.where(condition, a, b) for a, b in pairs), _share_of(one, other))
-
-
-def _mean(share: Floats, one: Amounts, other: Amounts) -> Amounts:
-    pairs = zip(one[:-1], other[:-1], strict=True)
-    return _of_columns((share * a + (1 - share) * b for a, b in pairs), _share_of(one, other))
-
-
-def _share_of(one: Amounts, other: Amounts) -> float:
-    return max(one.last_share, other.last_share)
-
-
-def _of_columns(columns: Iterable[Floats], last_share: float) -> Amounts:
-    gathered, fresh, whole, reduce_input, shard = columns
-    return Amounts(gathered, fresh, whole, reduce_input, shard, last_share)
-
-
-def _block_amounts(amounts: Mapping[str, Amounts], model: ModelSpec, stage: Stage) -> tuple[Amounts, Amounts]:
-    """The largest and the mean block of a rank."""
-    if model.block_kinds == ("dense",):
-        return amounts[BLOCK], amounts[BLOCK]
-    with_experts = _joined(amounts[EXPERT_BLOCK], amounts[EXPERTS])
-    if model.block_kinds == ("experts",):
-        return with_experts, with_experts
-    largest = _either(stage.expert_blocks > 0, with_experts, amounts[BLOCK])
-    return largest, _mean(stage.expert_blocks / stage.blocks, with_experts, amounts[BLOCK])
-
-
-def _gathered_ahead(block: Amounts, experts: Amounts, table: LayoutTable, stage: Stage) -> Floats:
-    """What is gathered of a block before its turn: nothing of experts that no rank shards, which are copied
-    when they are needed."""
-    whole = (table.expert_shard == 1) & (table.shard > 1) & (stage.expert_blocks > 0)
-    return block.gathered - np.where(whole, experts.gathered, 0.0) if whole.any() else block.gathered
-
-
-def _apart(experts: Amounts, table: LayoutTable, stage: Stage) -> Amounts:
-    """Experts of a block where FSDP has them as a group of their own, which it reduces first."""
-    return _held(experts, np.where((table.ep * table.etp > 1) & (stage.expert_blocks > 0), 1.0, 0.0))
-
-
-def _gathered_ahead_of_head(ahead: Floats, experts: Amounts, table: LayoutTable) -> Floats:
-    """Of a block in two groups the head's backward pass gathers one ahead, the experts."""
-    return np.where(experts.gathered > 0, np.where(table.expert_shard > 1, experts.gathered, 0.0), ahead)
-
-
-def unit_amounts(model: ModelSpec, job: Job, table: LayoutTable) -> dict[str, Amounts]:
-    """Bytes of one unit of every kind."""
-    return amounts_of(model, job, table, unit_elements(model, table, trained_weight(job), job.adapters))
-
-
-def trained_weight(job: Job) -> Weight:
-    """1 for an element that is trained, 0 for a frozen one."""
-    return lambda tensor: float(is_trained(job, tensor))
-
-
-def amounts_of(
-    model: ModelSpec, job: Job, table: LayoutTable, trained: Mapping[str, UnitElements]
-) -> dict[str, Amounts]:
-    """The same from ``trained`` elements."""
-    gathered = gathered_units(model, job, table, trained)
-    return {kind: _amounts(gathered[kind], trained[kind], job) for kind in trained}
-
-
 def rank_step(
     model: ModelSpec,
     job: Job,
@@ -317,10 +217,10 @@ def rank_step(
     resident = table.offload < OFFLOAD_KINDS.index("activations")
     tied, embedding = model.tied_embeddings, units[EMBEDDING]
     if tied and (table.pp > 1).any():  # two matrices
-        tied, embedding = False, _joined(units[TIED], embedding)
-    block, mean = _block_amounts(units, model, stage)
-    experts = _apart(units[EXPERTS], table, stage)
-    ahead = _gathered_ahead(block, units[EXPERTS], table, stage)
+        tied, embedding = False, joined(units[TIED], embedding)
+    block, mean = block_amounts(units, model, stage)
+    experts = experts_apart(units[EXPERTS], table, stage)
+    ahead = gathered_ahead(block, units[EXPERTS], table, stage)
     vocab = stage.head * np.ceil(model.vocab / table.tp) * element
     tables = stage.stages * rotary_table_bytes(model, job.seq, job.precision) / table.cp
     rstd, normed = wide / by_sequence, element * model.hidden
@@ -344,13 +244,13 @@ def rank_step(
         layers=stage.blocks,
         tied=tied,
         opens=stage.embedding > 0,
-        embedding=_held(embedding, stage.embedding),
+        embedding=held_of(embedding, stage.embedding),
         block=block,
         mean=mean,
         experts=experts,
         ahead=ahead,
-        ahead_of_head=_gathered_ahead_of_head(ahead, experts, table),
-        head=_held(units[HEAD], stage.head),
+        ahead_of_head=gathered_ahead_of_head(ahead, experts, table),
+        head=held_of(units[HEAD], stage.head),
         tokens=tokens,
         saved=saved,
         resident=resident,
@@ -497,8 +397,7 @@ def block_reduction_buffers(step: RankStep, role: Role) -> Floats:
 
 def rest_of_block(step: RankStep) -> Amounts:
     """What is reduced last of the largest block: all of it, or what is not experts."""
-    pairs = zip(step.block[:-1], step.experts[:-1], strict=True)
-    return _of_columns((whole - experts for whole, experts in pairs), step.block.last_share)
+    return step.block.less(step.experts)
 
 
 def _reduction(step: RankStep, role: Role, unit: Amounts, degree: Ints) -> Floats:

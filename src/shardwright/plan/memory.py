@@ -12,9 +12,10 @@ from shardwright.cluster import Device
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row, gathered_bytes, is_trained, optimizer_elements
+from shardwright.plan.amounts import Amounts, amounts_of, trained_weight, unit_amounts
 from shardwright.plan.communicators import communicator_bytes
 from shardwright.plan.held_units import held_units
-from shardwright.plan.holdings import Amounts, Held, amounts_of, trained_weight, unit_amounts
+from shardwright.plan.holdings import Held
 from shardwright.plan.moments import PeakTerm, in_two_passes, model_blocks, peak_terms, timeline
 from shardwright.plan.params import Tensor
 from shardwright.plan.shards import (

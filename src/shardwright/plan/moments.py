@@ -15,6 +15,7 @@ from shardwright.job import Job
 from shardwright.layout import SCHEDULE_NAMES
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import Kind
+from shardwright.plan.amounts import Amounts, unit_amounts
 from shardwright.plan.apart import (
     Weights,
     beside_two_passes,
@@ -25,7 +26,6 @@ from shardwright.plan.apart import (
 from shardwright.plan.flight_points import TWO_PASSES
 from shardwright.plan.flights import Flight, fullest
 from shardwright.plan.holdings import (
-    Amounts,
     BlockKinds,
     Held,
     HeldParts,
@@ -44,7 +44,6 @@ from shardwright.plan.holdings import (
     resident,
     rest_of_block,
     roles_of,
-    unit_amounts,
     waiting_gradients,
 )
 from shardwright.plan.inside import (

@@ -285,7 +285,7 @@ def build_order(schedule: str, ranks: int, chunks: int, microbatches: int) -> Or
 
 
 def rank_order(schedule: str, ranks: int, chunks: int, microbatches: int, rank: int) -> list[Ints]:
-    """What one rank runs, as the columns of an ``Order``: kind, stage, microbatch, fused."""
+    """What one rank runs of an order that the schedule has, as columns: kind, stage, microbatch, fused."""
     row = SCHEDULES[schedule]
     each = microbatches // row.pipelines
     stages = np.flatnonzero(stage_ranks(schedule, ranks, chunks) == rank)

@@ -149,7 +149,7 @@ def _look_for_misses(
         np.broadcast_to(f(axis=others), grid.grid.table.shape[INNER]) for f in (room.min, room.max)
     )
     meshes = np.argsort(lowest, kind="stable")
-    some = np.unique([*meshes[:FEW_MESHES], *np.argsort(highest)[-1:]])
+    some = np.unique([*meshes[:FEW_MESHES], np.argmax(highest)])
     if lowest.min() < tally.nearest or highest.max() > tally.farthest:
         tally.add_misses_of_least(memory_alone(model, job, cluster, grid.at({INNER: some})))
     more = np.setdiff1d(np.flatnonzero(lowest < tally.nearest), some)

@@ -12,14 +12,14 @@ import numpy as np
 from shardwright.layout import Recompute
 from shardwright.plan.tape import Amount, Apart, BlockActivations, Moment, Op, Step, is_there, played, worst
 
-Sequel = tuple[Sequence[Step], Mapping[str, Amount]]
+Block = tuple[Sequence[Step], Mapping[str, Amount]]
 """Operations and the one tensor they start from."""
 
 Shape = tuple[tuple[object, ...], ...]
 """What of operations must be alike for them to be played together: all but amounts."""
 
 
-def played_together(sequences: Sequence[Sequel]) -> list[Mapping[Recompute, BlockActivations]]:
+def played_together(sequences: Sequence[Block]) -> list[Mapping[Recompute, BlockActivations]]:
     """``played`` of each."""
     alike: dict[Shape, list[int]] = defaultdict(list)
     for place, (steps, _) in enumerate(sequences):

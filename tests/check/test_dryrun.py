@@ -29,6 +29,7 @@ from shardwright.plan.params import EMBEDDING, HEAD
 from shardwright.plan.shards import UnitElements, weighted_elements
 from shardwright.plan.stages import every_stage
 from shardwright.plan.table import table_of
+from shardwright.plan.tapes import Alike
 from shardwright.run import dp, model, step
 from shardwright.units import GiB, KiB
 
@@ -275,14 +276,15 @@ def head_twice(table, stage):
 def saved_twice(name):
     """Blocks that keep one tensor twice."""
 
+    def again(block):
+        return dataclasses.replace(block, saved={**block.saved, "again": block.saved[name]})
+
     def activations(*args):
-        found = activations_of(*args)
-        return BlockWays(
-            tuple(
-                dataclasses.replace(block, saved={**block.saved, "again": block.saved[name]})
-                for block in found.kinds
-            )
-        )
+        splits = [
+            split._replace(alike=Alike({kind: again(block) for kind, block in split.alike.ways.items()}))
+            for split in activations_of(*args).splits
+        ]
+        return BlockWays(splits)
 
     return activations
 

@@ -3,8 +3,9 @@
 import pytest
 
 from shardwright.job import Job
+from shardwright.layout import RECOMPUTE_KINDS
 from shardwright.model import preset
-from shardwright.plan.activations import Split
+from shardwright.plan.activations import Split, activations_of, block_activations
 from shardwright.plan.block_ops import Rank
 from shardwright.plan.block_steps import block_steps
 from shardwright.plan.tape import Op, played
@@ -28,9 +29,38 @@ def test_splits_played_together_are_those_played_alone(name):
             blocks = [(block_steps(rank, kind), {"input": rank.residual}) for rank in ranks]
             for together, (steps, source) in zip(played_together(blocks), blocks, strict=True):
                 for recompute, alone in played(steps, source).items():
-                    found = together[recompute]
+                    found = together.ways[recompute]
                     assert (found.saved, found.moments) == (alone.saved, alone.moments)
                     assert found.apart == alone.apart
+
+
+def columns_of(moments, saved=0.0):
+    return [(tokens - saved, made, fresh) for _, tokens, made, fresh in moments]
+
+
+def repeated(column, moments):
+    """Whether a column has these moments, the last of them up to its end."""
+    return column.tolist() == [list(each) for each in moments + moments[-1:] * (len(column) - len(moments))]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "gpt-oss-20b"])
+def test_columns_of_a_block_are_the_numbers_of_each_way(name):
+    """Of splits asked for at once, of some again in another order, and of one by itself."""
+    model = preset(name)
+    job = Job(seq=4096, global_batch=8)
+    for splits in (SPLITS, SPLITS[7:2:-1], SPLITS[4:5]):
+        for kind in model.block_kinds:
+            ways = activations_of(model, job, tuple(splits), kind)
+            assert len(ways.kinds) == 3 * len(splits)
+            for place, each in enumerate(ways.kinds):
+                recompute = RECOMPUTE_KINDS[place % 3]
+                alone = block_activations(model, job, recompute, splits[place // 3], kind)
+                assert (each.saved, each.moments, each.apart) == (alone.saved, alone.moments, alone.apart)
+                saved, apart = alone.saved_bytes, alone.apart
+                assert ways.saved[place] == saved
+                assert repeated(ways.moments[place], columns_of(alone.moments))
+                assert ways.apart[place].tolist() == [apart.most - saved, apart.waits, apart.left]
+                assert repeated(ways.weights[place], columns_of(apart.weights, saved))
 
 
 def test_what_differs_in_more_than_amounts_is_played_apart():
@@ -42,5 +72,5 @@ def test_what_differs_in_more_than_amounts_is_played_apart():
         [(Op("a", ("x",), {"y": 5.0}, keeps=("x",), gradient=4.0),)],
     ]
     found = played_together([(steps, {"x": 10.0}) for steps in chains])
-    assert [dict(each["none"].saved) for each in found] == [{"y": 2}, {"x": 10}, {"x": 10}, {"x": 10}]
-    assert [each["none"].moments[-1].gradient_bytes for each in found] == [0, 0, 1, 4]
+    assert [dict(each.ways["none"].saved) for each in found] == [{"y": 2}, {"x": 10}, {"x": 10}, {"x": 10}]
+    assert [each.ways["none"].moments[-1].gradient_bytes for each in found] == [0, 0, 1, 4]

@@ -3,7 +3,7 @@
 plan/block_steps.py writes the block's operations, plan/tape.py plays them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache
 
 import numpy as np
@@ -15,7 +15,7 @@ from shardwright.model import ModelSpec
 from shardwright.plan.block_ops import ELEMENT_BYTES, WIDE_BYTES, Rank, Split
 from shardwright.plan.block_steps import Kind, block_steps
 from shardwright.plan.tape import BlockActivations, Moment
-from shardwright.plan.tapes import played_together
+from shardwright.plan.tapes import Alike, Played, padded, played_together
 
 __all__ = [
     "ELEMENT_BYTES", "WHOLE", "WIDE_BYTES", "BlockActivations", "Kind", "Moment", "Split",
@@ -35,13 +35,11 @@ def block_activations(
     In families whose layers differ in window or rotation only, every layer keeps the same.
     """
     assert kind == "dense" or model.moe, f"model {model.name} has no experts"
-    (ways,) = _activations(model, job, [split], kind)
-    return ways[recompute]
+    (found,) = _played(model, job, [split], kind)
+    return found.ways[recompute]
 
 
-def _activations(
-    model: ModelSpec, job: Job, splits: Sequence[Split], kind: Kind
-) -> list[Mapping[Recompute, BlockActivations]]:
+def _played(model: ModelSpec, job: Job, splits: Sequence[Split], kind: Kind) -> list[Played]:
     """Of each split, those not known yet played together."""
     known = _known(model, job, kind)
     matter = [_that_matters(split, kind) for split in splits]
@@ -53,7 +51,7 @@ def _activations(
 
 
 @cache
-def _known(model: ModelSpec, job: Job, kind: Kind) -> dict[Split, Mapping[Recompute, BlockActivations]]:
+def _known(model: ModelSpec, job: Job, kind: Kind) -> dict[Split, Played]:
     return {}
 
 
@@ -64,40 +62,55 @@ def _that_matters(split: Split, kind: Kind) -> Split:
 
 
 class BlockWays:
-    """A block split and recomputed in several ways: each, and of each as columns its moments, three amounts
-    each, the last repeated where others have more, and what it keeps for each token."""
+    """A block split in several ways, each recomputed in every way: as columns what it keeps for each token,
+    its moments, three amounts each, and the same of passes apart (``Alike``)."""
 
-    def __init__(self, kinds: tuple[BlockActivations, ...]) -> None:
-        self.kinds = kinds
-        self.saved = np.array([each.saved_bytes for each in kinds])
-        self.moments = _columns([each.moments for each in kinds])
+    def __init__(self, splits: Sequence[Played]) -> None:
+        self.splits = splits
+
+    @cached_property
+    def kinds(self) -> tuple[BlockActivations, ...]:
+        """Each by itself: of every split, every kind of recomputation."""
+        every = [split.ways for split in self.splits]
+        return tuple(ways[recompute] for ways in every for recompute in RECOMPUTE_KINDS)
+
+    @cached_property
+    def saved(self) -> NDArray[np.float64]:
+        """By split and kind of recomputation."""
+        return self._gathered(lambda alike: alike.saved)
+
+    @cached_property
+    def moments(self) -> NDArray[np.float64]:
+        """The same by moment and amount; the last is repeated where others have more."""
+        return self._gathered(lambda alike: alike.moments, of_moments=True)
 
     @cached_property
     def apart(self) -> NDArray[np.float64]:
         """The three numbers of two passes apart, ``most`` besides what the block keeps."""
-        apart = np.array([each.apart[:3] for each in self.kinds])
-        apart[:, 0] -= self.saved
-        return apart
+        return self._gathered(lambda alike: alike.apart)
 
     @cached_property
     def weights(self) -> NDArray[np.float64]:
         """The moments of the pass for weights, besides what the block keeps."""
-        weights = _columns([each.apart.weights for each in self.kinds])
-        weights[:, :, 0] -= self.saved[:, None]
-        return weights
+        return self._gathered(lambda alike: alike.weights, of_moments=True)
+
+    def _gathered(
+        self, column: Callable[[Alike], NDArray[np.float64]], *, of_moments: bool = False
+    ) -> NDArray[np.float64]:
+        every = list({id(split.alike): split.alike for split in self.splits}.values())
+        parts = [column(alike) for alike in every]
+        if of_moments:
+            parts = padded(parts, max(part.shape[1] for part in parts), axis=1)
+        starts = dict(zip(map(id, every), np.cumsum([0, *(part.shape[-1] for part in parts)]), strict=False))
+        places = [starts[id(split.alike)] + split.number for split in self.splits]
+        lined = np.moveaxis(np.concatenate(parts, axis=-1)[..., places], -1, 0)
+        return lined.reshape(-1, *lined.shape[2:])
 
 
 @lru_cache(maxsize=256)
 def activations_of(model: ModelSpec, job: Job, splits: tuple[Split, ...], kind: Kind = "dense") -> BlockWays:
     """Of every split, every kind of recomputation."""
-    found = _activations(model, job, splits, kind)
-    return BlockWays(tuple(ways[recompute] for ways in found for recompute in RECOMPUTE_KINDS))
-
-
-def _columns(moments: Sequence[tuple[Moment, ...]]) -> NDArray[np.float64]:
-    count = max(map(len, moments))
-    padded = [each + each[-1:] * (count - len(each)) for each in moments]
-    return np.array([[moment[1:] for moment in each] for each in padded])
+    return BlockWays(_played(model, job, splits, kind))
 
 
 def rotary_table_bytes(model: ModelSpec, seq: int, precision: str) -> float:

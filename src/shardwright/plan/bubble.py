@@ -205,6 +205,15 @@ def makespan_bubble(
     return np.asarray(FORMS[schedule].value(_case(ranks, chunks, microbatches, times)))
 
 
+def least_bubble(schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike) -> Floats:
+    """Idle time of a rank over what it spends on one microbatch, at least, whatever its times and hops; 0 of
+    schedules that fill gaps with gradients of weights."""
+    p, v, m = (np.asarray(column, dtype=np.float64) for column in (ranks, chunks, microbatches))
+    if schedule not in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"):
+        return 0.0 * (p * v * m)
+    return np.asarray((p - 1 + (v - 1) * np.maximum(0.0, p - m)) / v)
+
+
 def is_exact(
     schedule: str, ranks: ArrayLike, chunks: ArrayLike, microbatches: ArrayLike, times: RankTimes
 ) -> Bools:

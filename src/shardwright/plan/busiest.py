@@ -48,7 +48,11 @@ class BusiestRank(NamedTuple):
         picked = values[0]
         for rank, value in enumerate(values[1:], start=1):
             picked = np.where(self.which == rank, value, picked)
-        return picked if self.spread is None else self.spread.over(picked)
+        return self.over(picked)
+
+    def over(self, values: Floats) -> Floats:
+        """One value of each different way of sharing out layers as one of each row."""
+        return values if self.spread is None else self.spread.over(values)
 
     def times(self, *names: str) -> list[Floats]:
         """Some times of all parts that each of the ranks runs for a microbatch."""
@@ -132,13 +136,8 @@ def _weighted(counts: Sequence[Floats], times: Sequence[Floats], axis: int | Non
 
 
 def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
-    """The rank that all others wait for, in every row, and its seconds for each microbatch."""
-    rank, busy = _busiest(model, table, parts)
-    return rank, busy if rank.spread is None else rank.spread.over(busy)
-
-
-def _busiest(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
-    """The same with seconds at the different places of the rank's ``spread`` alone, if it has one."""
+    """The rank that all others wait for, in every row, and its seconds for each microbatch, those at the
+    different places of its ``spread`` if it has one."""
     axis, spread = _pipeline_axis(table, parts), None
     works, apart = busiest_ranks(table, model), np.zeros((1,) * table.pp.ndim)
     if parts.again is not None:
@@ -157,13 +156,6 @@ def _busiest(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[Busies
         which = np.where(each > most, number, which)
         most = np.maximum(most, each)
     return BusiestRank(works, parts, apart, which, spread), most
-
-
-def least_busy(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[Floats, Spread | None]:
-    """What the busiest rank takes for each microbatch at least, at the different places of the ``Spread`` if
-    there is one: what passes for weights recompute is left out."""
-    rank, busy = _busiest(model, table, parts._replace(again=None))
-    return busy, rank.spread
 
 
 def _pipeline_axis(table: LayoutTable, parts: Parts) -> int | None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.plan.busiest import Spread
 from shardwright.plan.evaluate import Timed, at_places, every_place
 from shardwright.plan.space import DATA, GRID_AXES, ORDER, Grid
 from shardwright.plan.table import ColumnMap, Floats
@@ -71,16 +70,11 @@ class Cells:
         return lambda column: at_places(line.part(column), others)
 
 
-def lined_up(
-    grid: Timed, there: NDArray[np.bool_], floor: Floats, spread: Spread | None = None
-) -> Iterator[Cells]:
-    """The cells that are ``there``, some at a time, those of the lowest ``floor`` first; that lies at the
-    different places of a ``spread``, if there is one."""
+def lined_up(grid: Timed, there: NDArray[np.bool_], floor: Floats) -> Iterator[Cells]:
+    """The cells that are ``there``, some at a time, those of the lowest ``floor`` first."""
     places = np.nonzero(there)
-    at = [place if n > 1 else 0 for place, n in zip(places, floor.shape, strict=True)]
-    if spread is not None and floor.shape[spread.axis] > 1:
-        at[spread.axis] = spread.row[places[spread.axis]]
-    order = np.argsort(np.broadcast_to(floor[tuple(at)], len(places[0])), kind="stable")
+    at = tuple(place if n > 1 else 0 for place, n in zip(places, floor.shape, strict=True))
+    order = np.argsort(np.broadcast_to(floor[at], len(places[0])), kind="stable")
     stops = [0, *range(FIRST_CELLS, len(order), MORE_CELLS), len(order)]
     for first, stop in pairwise(stops if len(order) else ()):
         some = order[first:stop]

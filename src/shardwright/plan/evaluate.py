@@ -21,7 +21,7 @@ from shardwright.plan.moments import PeakTerm
 from shardwright.plan.parts import Parts, part_times
 from shardwright.plan.placement import routes_of
 from shardwright.plan.space import BATCH, GRID_AXES, INNER, MEMORY, PIPE, Grid
-from shardwright.plan.step import idle_time, least_time, outside_time, pace_of
+from shardwright.plan.step import idle_time, least_inside, least_time, outside_time, pace_of
 from shardwright.plan.table import ColumnMap, Floats, added, part_along
 from shardwright.plan.uneven import may_be_unlike
 
@@ -119,6 +119,11 @@ def least(
 def every_place(grid: Grid) -> tuple[NDArray[np.intp], ...]:
     """Of a whole grid, its places along every axis."""
     return tuple(np.arange(n) for n in grid.table.shape)
+
+
+def at_their_pace(model: ModelSpec, grid: Timed) -> Timed:
+    """The same with what all microbatches take at least, for the split of each pipeline."""
+    return grid._replace(inside=least_inside(model, grid.grid.table, grid.parts))
 
 
 def with_shares(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Timed:

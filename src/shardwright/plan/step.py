@@ -19,7 +19,7 @@ from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row
 from shardwright.plan.activations import WIDE_BYTES
-from shardwright.plan.bubble import RankTimes, makespan_bubble
+from shardwright.plan.bubble import RankTimes, least_bubble, makespan_bubble
 from shardwright.plan.busiest import EVERY, INSIDE, BusiestRank, busiest_rank, with_again, work_times
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
@@ -30,6 +30,7 @@ from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.parts import Part, Parts, beyond, hop_time, part_times
 from shardwright.plan.placement import routes_of
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, UnitElements
+from shardwright.plan.space import DATA, ORDER
 from shardwright.plan.stages import (
     Work,
     expert_layers,
@@ -133,7 +134,7 @@ def step_time(
 def pace_of(model: ModelSpec, table: LayoutTable, parts: Parts) -> Pace:
     """How fast the busiest rank of each layout's pipeline is."""
     rank, busy = busiest_rank(model, table, parts)
-    return _pace(table, rank, busy)
+    return _pace(table, rank, rank.over(busy))
 
 
 def inside_time(
@@ -141,6 +142,7 @@ def inside_time(
 ) -> Inside:
     """What does not depend on how the data axes split."""
     rank, busy = busiest_rank(model, table, parts)
+    busy = rank.over(busy)
     bubble = idle_time(model, job, table, routes, _pace(table, rank, busy))
     return Inside(table.microbatches * busy, bubble, rank)
 
@@ -150,6 +152,15 @@ def least_time(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
     one = np.ones((1,) * table.pp.ndim)
     whole = Work(model.layers * one, sum(expert_layers(model)) * one, one, one)
     return table.microbatches * work_times(parts, [whole], EVERY)[0] / table.pp
+
+
+def least_inside(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
+    """What all microbatches take at least, in any order of a grid's meshes and however its data axes split:
+    the work of the busiest rank, and what a schedule leaves idle without hops [s]."""
+    rank, busy = busiest_rank(model, table, parts)
+    fastest = rank.over(busy.min(axis=(ORDER, DATA), keepdims=True))
+    idle = by_schedule(table.schedule, least_bubble, table.pp, table.chunks, table.microbatches)
+    return (table.microbatches + idle * stage_unevenness(table, model)) * fastest
 
 
 def outside_time(

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.model import ModelSpec
-from shardwright.plan.busiest import least_busy
 from shardwright.plan.cells import Cells, layouts_of_cells, lined_up, shape_of_cells
 from shardwright.plan.evaluate import (
     Timed,
+    at_their_pace,
     evaluate,
     least,
     memory_alone,
@@ -32,7 +32,7 @@ from shardwright.plan.evaluate import (
 from shardwright.plan.placement import shared_routes
 from shardwright.plan.room import least_room
 from shardwright.plan.runnable import RUNNABLE_COLUMNS, some_run
-from shardwright.plan.space import BATCH, DATA, EXPERTS, INNER, MEMORY, ORDER, PIPE, Grid, search_space
+from shardwright.plan.space import BATCH, EXPERTS, INNER, MEMORY, PIPE, Grid, search_space
 from shardwright.plan.table import Floats
 from shardwright.plan.tally import Tally
 
@@ -101,11 +101,8 @@ def _with_room(
     room = least_room(model, job, cluster.device, grid.grid.table, grid.ranks)
     fits, layouts = room.whole <= tally.limit, layouts_of_cells(grid.grid)
     tally.add_too_large(int(layouts.sum(where=~fits)))
-    busy, spread = least_busy(model, grid.grid.table, grid.parts)
-    floor = (grid.grid.table.microbatches * busy).min(axis=(ORDER, DATA), keepdims=True)
-    fast = floor < below if spread is None else spread.over(floor < below)
-    there = np.broadcast_to(fits & fast, layouts.shape)
-    for cells in lined_up(grid, there, floor, spread):
+    there = np.broadcast_to(fits & (grid.inside < below), layouts.shape)
+    for cells in lined_up(grid, there, grid.inside):
         some = cells.timed
         here, away = map(cells.line.part, room.resting)
         valid = some.grid.valid & (np.where(some.grid.table.offload & 1, away, here) <= tally.limit)
@@ -190,6 +187,8 @@ def _by_running(grid: Timed, tally: Tally) -> Iterator[Timed]:
 def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> None:
     below = SLOWEST * _to_beat(grid.grid, tally)
     left = grid.pruned(below)
+    if left is not None and below < np.inf:
+        left = at_their_pace(model, left).pruned(below)
     if left is None:
         return
     left = with_shares(model, job, cluster, left)

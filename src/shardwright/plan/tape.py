@@ -327,10 +327,19 @@ def worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
 
 
 def _worst_of_several(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    over = exceeded(amounts_of(moments)).all(axis=1)
+    return tuple(moment for moment, each in zip(moments, over.tolist(), strict=True) if not each)
+
+
+def amounts_of(moments: Sequence[Moment]) -> NDArray[np.float64]:
+    """By moment, amount and sequence."""
     columns = np.broadcast_arrays(*(part for moment in moments for part in moment[1:]))
-    amounts = np.array(columns).reshape(len(moments), 3, -1)
+    return np.array(columns, dtype=np.float64).reshape(len(moments), 3, -1)
+
+
+def exceeded(amounts: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which moments, of which sequence, another one exceeds, as ``worst`` has it."""
     no_less = np.all(amounts[None] >= amounts[:, None], axis=2)  # of a moment and another one
     equal = np.all(amounts[None] == amounts[:, None], axis=2)
-    earlier = np.tri(len(moments), k=-1, dtype=bool)[..., None]
-    exceeded = np.any(no_less & (~equal | earlier), axis=1)
-    return tuple(moment for moment, over in zip(moments, exceeded, strict=True) if not over.all())
+    earlier = np.tri(len(amounts), k=-1, dtype=bool)[..., None]
+    return np.asarray(np.any(no_less & (~equal | earlier), axis=1))

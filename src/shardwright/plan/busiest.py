@@ -5,6 +5,7 @@ are worked out once for each way of sharing them out.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from shardwright.model import ModelSpec
 from shardwright.plan.flight_points import passes_apart
 from shardwright.plan.parts import Parts
+from shardwright.plan.space import DATA, ORDER
 from shardwright.plan.stages import Work, alike, busiest_ranks
 from shardwright.plan.table import Floats, LayoutTable, Number, added, by_schedule
 
@@ -48,11 +50,7 @@ class BusiestRank(NamedTuple):
         picked = values[0]
         for rank, value in enumerate(values[1:], start=1):
             picked = np.where(self.which == rank, value, picked)
-        return self.over(picked)
-
-    def over(self, values: Floats) -> Floats:
-        """One value of each different way of sharing out layers as one of each row."""
-        return values if self.spread is None else self.spread.over(values)
+        return picked if self.spread is None else self.spread.over(picked)
 
     def times(self, *names: str) -> list[Floats]:
         """Some times of all parts that each of the ranks runs for a microbatch."""
@@ -136,8 +134,36 @@ def _weighted(counts: Sequence[Floats], times: Sequence[Floats], axis: int | Non
 
 
 def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[BusiestRank, Floats]:
-    """The rank that all others wait for, in every row, and its seconds for each microbatch, those at the
-    different places of its ``spread`` if it has one."""
+    """The rank that all others wait for, in every row, and its seconds for each microbatch."""
+    works, apart, axis, spread = _shared_out(model, table, parts)
+    busy = work_times(parts, works, EVERY, apart, axis)
+    most = busy[0]
+    which = np.zeros((1,) * table.pp.ndim, dtype=np.intp)
+    for number, each in enumerate(busy[1:], start=1):
+        which = np.where(each > most, number, which)
+        most = np.maximum(most, each)
+    return BusiestRank(works, parts, apart, which, spread), most if spread is None else spread.over(most)
+
+
+def least_busy(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
+    """Seconds for each microbatch of that rank at least, in any order of a grid's meshes and however its data
+    axes split."""
+    least = parts.summed.mapped(lambda time: time.min(axis=(ORDER, DATA), keepdims=True))
+    works, apart, axis, spread = _shared_out(model, table, least)
+    most = reduce(np.maximum, work_times(least, works, ("forward",), apart, axis))
+    return most if spread is None else spread.over(most)
+
+
+class _SharedOut(NamedTuple):
+    """What ranks run, of which one has most to do, as in ``BusiestRank``, and the axis of its ``spread``."""
+
+    works: tuple[Work, ...]
+    apart: Floats
+    axis: int | None
+    spread: Spread | None
+
+
+def _shared_out(model: ModelSpec, table: LayoutTable, parts: Parts) -> _SharedOut:
     axis, spread = _pipeline_axis(table, parts), None
     works, apart = busiest_ranks(table, model), np.zeros((1,) * table.pp.ndim)
     if parts.again is not None:
@@ -149,13 +175,7 @@ def busiest_rank(model: ModelSpec, table: LayoutTable, parts: Parts) -> tuple[Bu
         spread = Spread(axis, row)
     if (table.pp == 1).all():
         works = works[:1]
-    busy = work_times(parts, works, EVERY, apart, axis)
-    most = busy[0]
-    which = np.zeros((1,) * table.pp.ndim, dtype=np.intp)
-    for number, each in enumerate(busy[1:], start=1):
-        which = np.where(each > most, number, which)
-        most = np.maximum(most, each)
-    return BusiestRank(works, parts, apart, which, spread), most
+    return _SharedOut(works, apart, axis, spread)
 
 
 def _pipeline_axis(table: LayoutTable, parts: Parts) -> int | None:

@@ -20,7 +20,15 @@ from shardwright.model import ModelSpec
 from shardwright.plan.accounting import accounting_row
 from shardwright.plan.activations import WIDE_BYTES
 from shardwright.plan.bubble import RankTimes, least_bubble, makespan_bubble
-from shardwright.plan.busiest import EVERY, INSIDE, BusiestRank, busiest_rank, with_again, work_times
+from shardwright.plan.busiest import (
+    EVERY,
+    INSIDE,
+    BusiestRank,
+    busiest_rank,
+    least_busy,
+    with_again,
+    work_times,
+)
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
@@ -30,7 +38,6 @@ from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.parts import Part, Parts, beyond, hop_time, part_times
 from shardwright.plan.placement import routes_of
 from shardwright.plan.shards import EXPERT_BLOCK, EXPERTS, TIED, UnitElements
-from shardwright.plan.space import DATA, ORDER
 from shardwright.plan.stages import (
     Work,
     expert_layers,
@@ -134,7 +141,7 @@ def step_time(
 def pace_of(model: ModelSpec, table: LayoutTable, parts: Parts) -> Pace:
     """How fast the busiest rank of each layout's pipeline is."""
     rank, busy = busiest_rank(model, table, parts)
-    return _pace(table, rank, rank.over(busy))
+    return _pace(table, rank, busy)
 
 
 def inside_time(
@@ -142,7 +149,6 @@ def inside_time(
 ) -> Inside:
     """What does not depend on how the data axes split."""
     rank, busy = busiest_rank(model, table, parts)
-    busy = rank.over(busy)
     bubble = idle_time(model, job, table, routes, _pace(table, rank, busy))
     return Inside(table.microbatches * busy, bubble, rank)
 
@@ -157,10 +163,9 @@ def least_time(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
 def least_inside(model: ModelSpec, table: LayoutTable, parts: Parts) -> Floats:
     """What all microbatches take at least, in any order of a grid's meshes and however its data axes split:
     the work of the busiest rank, and what a schedule leaves idle without hops [s]."""
-    rank, busy = busiest_rank(model, table, parts)
-    fastest = rank.over(busy.min(axis=(ORDER, DATA), keepdims=True))
     idle = by_schedule(table.schedule, least_bubble, table.pp, table.chunks, table.microbatches)
-    return (table.microbatches + idle * stage_unevenness(table, model)) * fastest
+    busy = least_busy(model, table, parts)
+    return (table.microbatches + idle * stage_unevenness(table, model)) * busy
 
 
 def outside_time(

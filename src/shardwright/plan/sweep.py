@@ -8,7 +8,7 @@ something is known to fit, layouts without offload and with the loss in one part
 and parts of the loss save memory and never time.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -18,6 +18,7 @@ from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.model import ModelSpec
 from shardwright.plan.cells import Cells, layouts_of_cells, lined_up, shape_of_cells
+from shardwright.plan.collectives import Route
 from shardwright.plan.evaluate import (
     Timed,
     at_their_pace,
@@ -48,6 +49,9 @@ FAR = 1.05
 PIECE_CELLS = 330_000
 """Cells of a piece of a grid at most: its largest columns then take some megabytes."""
 
+FEW_PIECES = 16
+"""Pieces of all grids whose times are kept at once at most."""
+
 PIECE_TIMES = 1_000_000
 """Times of a microbatch of a piece at most, which with experts lie along the data axes too."""
 
@@ -73,10 +77,8 @@ def evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[G
     pieces = [piece for grid in grids for piece in _pieces(grid)]
     routes = shared_routes(cluster, [grid.table for grid in pieces]) if pieces else []
     every = list(zip(pieces, routes, strict=True))
-    promises = [_promise(least(model, job, cluster, _plain(grid), ways, alone=True)) for grid, ways in every]
     waiting: list[Timed] = []
-    for n in sorted(range(len(every)), key=promises.__getitem__):  # what the first reach puts others out
-        grid = least(model, job, cluster, *every[n])
+    for grid in _in_order(model, job, cluster, every):  # what the first reach puts others out
         plain, other = _plain_and_other(grid.grid)
         if not tally.exhaustive and _to_beat(grid.grid, tally) == np.inf and len(plain) and len(other):
             waiting.append(grid.at({MEMORY: other}))
@@ -84,6 +86,19 @@ def evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[G
         _evaluate(model, job, cluster, grid, tally)
     for grid in sorted(waiting, key=_promise):
         _evaluate(model, job, cluster, grid, tally)
+
+
+def _in_order(
+    model: ModelSpec, job: Job, cluster: Cluster, every: Sequence[tuple[Grid, Mapping[str, Route]]]
+) -> Iterator[Timed]:
+    """Grids with the routes of their axes, timed, the most promising first. Many are timed twice, their plain
+    layouts to know their order, so that times of all do not lie about."""
+    if len(every) <= FEW_PIECES:
+        yield from sorted((least(model, job, cluster, *each) for each in every), key=_promise)
+        return
+    promises = [_promise(least(model, job, cluster, _plain(grid), ways, alone=True)) for grid, ways in every]
+    for n in sorted(range(len(every)), key=promises.__getitem__):
+        yield least(model, job, cluster, *every[n])
 
 
 def _plain(grid: Grid) -> Grid:

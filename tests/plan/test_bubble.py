@@ -15,6 +15,7 @@ from shardwright.plan.bubble import (
     fused_saving,
     in_flight_chunks,
     is_exact,
+    least_bubble,
     makespan_bubble,
     span_bubble,
     uneven_makespan_bounds,
@@ -337,3 +338,21 @@ def test_no_bubble_on_one_rank_or_below_zero(name, half, chunks, f, i, w):
         bubble = makespan_bubble(name, p, v, m, RankTimes(f, i, w, 0.1))
         assert bubble >= 0
         assert p > 1 or name == "DualPipe" or bubble == 0
+
+
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    *[st.floats(0, 3)] * 4,
+)
+def test_no_bubble_is_less_than_the_least(name, half, chunks, m, f, i, w, hop):
+    """It knows nothing of times and hops; without hops it is all there is in schedules that fill no gaps."""
+    p = 2 * half
+    least = least_bubble(name, p, chunks, m) * (f + i + w)
+    assert makespan_bubble(name, p, chunks, m, RankTimes(f, i, w, hop)) >= least * (1 - 1e-12)
+    if name in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"):
+        v = chunks if name in ("LoopedBFS", "Interleaved1F1B") else 1
+        least = least_bubble(name, p, v, m) * (f + i + w)
+        assert makespan_bubble(name, p, v, m, RankTimes(f, i, w)) == pytest.approx(float(least), abs=1e-9)

@@ -7,6 +7,7 @@ from spaces import EXPERTS, MIXED, SPEC, small_cluster
 from shardwright.job import Job
 from shardwright.plan.cells import layouts_of_cells, lined_up
 from shardwright.plan.evaluate import (
+    at_their_pace,
     evaluate,
     least,
     of_microbatches,
@@ -49,6 +50,19 @@ def test_no_layout_takes_less_than_the_least(grids):
         assert (room.whole <= real * slack).all()
         tight += int((room.whole > 0.5 * real).sum())
     assert tight > 100
+
+
+def test_no_step_takes_less_than_its_floor(grids):
+    """Of the busiest rank and its schedule without hops, which is soon known of all cells; in most pipelines
+    it is near what microbatches take."""
+    model, job, _, timed = grids
+    near = 0
+    for grid in timed:
+        floor = np.broadcast_to(at_their_pace(model, grid).inside, layouts_of_cells(grid.grid).shape)
+        real = of_microbatches(model, job, grid).inside
+        assert (floor <= real * (1 + 1e-12)).all()
+        near += int((floor > 0.9 * real).sum())
+    assert near > 1000
 
 
 def test_cells_in_a_line_are_what_they_were_in_their_grid(grids):

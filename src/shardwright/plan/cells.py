@@ -70,14 +70,16 @@ class Cells:
         return lambda column: at_places(line.part(column), others)
 
 
-def lined_up(grid: Timed, there: NDArray[np.bool_], floor: Floats) -> Iterator[Cells]:
-    """The cells that are ``there``, some at a time, those of the lowest ``floor`` first."""
+def lined_up(
+    grid: Timed, there: NDArray[np.bool_], floor: Floats, first: int = FIRST_CELLS
+) -> Iterator[Cells]:
+    """The cells that are ``there``, some at a time, ``first`` so many of the lowest ``floor``."""
     places = np.nonzero(there)
     at = tuple(place if n > 1 else 0 for place, n in zip(places, floor.shape, strict=True))
     order = np.argsort(np.broadcast_to(floor[at], len(places[0])), kind="stable")
-    stops = [0, *range(FIRST_CELLS, len(order), MORE_CELLS), len(order)]
-    for first, stop in pairwise(stops if len(order) else ()):
-        some = order[first:stop]
+    stops = [0, *range(first, len(order), MORE_CELLS), len(order)]
+    for start, stop in pairwise(stops if len(order) else ()):
+        some = order[start:stop]
         yield Cells(grid, tuple(place[some] for place in places))
 
 

@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
     def mapped(self, part: ColumnMap) -> "Part":
         """The same with ``part`` of every time."""
-        return Part(*(part(time) if isinstance(time, np.ndarray) else time for time in self))
+        return Part(*(part(np.asarray(time)) for time in self))
 
 
 class Parts(NamedTuple):
@@ -96,7 +96,7 @@ class Parts(NamedTuple):
     @property
     def summed(self) -> "Parts":
         """The same in one column each, which stands as forward."""
-        return self._each(lambda one: Part(one.inside, np.zeros((1,) * one.forward.ndim)))
+        return self._each(lambda one: Part(one.inside, *[np.zeros((1,) * one.forward.ndim)] * 6))
 
     def _each(self, change: Callable[[Part], Part]) -> "Parts":
         def each(other: Part | None) -> Part | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster
 from shardwright.job import Job
 from shardwright.model import ModelSpec
-from shardwright.plan.cells import Cells, layouts_of_cells, lined_up, shape_of_cells
+from shardwright.plan.cells import FIRST_CELLS, Cells, layouts_of_cells, lined_up, shape_of_cells
 from shardwright.plan.collectives import Route
 from shardwright.plan.evaluate import (
     Timed,
@@ -48,6 +48,10 @@ FAR = 1.05
 
 PIECE_CELLS = 330_000
 """Cells of a piece of a grid at most: its largest columns then take some megabytes."""
+
+FEW_CELLS, TRIED_CELLS = 4096, 512
+"""Cells of a grid up to which it is tried whole as long as nothing is known to fit, the fastest that may fit
+by themselves first; in larger ones the layouts of least memory say where some fit."""
 
 FEW_PIECES = 16
 """Pieces of all grids whose times are kept at once at most."""
@@ -117,7 +121,7 @@ def _with_room(
     fits, layouts = room.whole <= tally.limit, layouts_of_cells(grid.grid)
     tally.add_too_large(int(layouts.sum(where=~fits)))
     there = np.broadcast_to(fits & (grid.inside < below), layouts.shape)
-    for cells in lined_up(grid, there, grid.inside):
+    for cells in lined_up(grid, there, grid.inside, FIRST_CELLS if below < np.inf else TRIED_CELLS):
         some = cells.timed
         here, away = map(cells.line.part, room.resting)
         valid = some.grid.valid & (np.where(some.grid.table.offload & 1, away, here) <= tally.limit)
@@ -129,12 +133,10 @@ def _with_room(
 def _where_some_fit(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> Timed | None:
     """The part of a grid where layouts of the least memory fit; the others are counted as too large."""
     least = of_least_memory(grid)
-    assert least.ranks is not None
-    room = least_room(model, job, cluster.device, least.grid.table, least.ranks).whole
     left: Timed | None = grid
-    if room.min() > tally.limit:  # none does
+    if _room_of(model, job, cluster, least).min() > tally.limit:  # none does
         left = None
-        _look_for_misses(model, job, cluster, least, room, tally)
+        _look_for_misses(model, job, cluster, grid, tally)
     else:
         found = memory_alone(model, job, cluster, least)
         fits = found.device <= tally.limit
@@ -151,11 +153,17 @@ def _where_some_fit(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, t
     return left
 
 
-def _look_for_misses(
-    model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, room: Floats, tally: Tally
-) -> None:
+def _room_of(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed) -> Floats:
+    """What layouts of a grid take of a device at least."""
+    assert grid.ranks is not None
+    return least_room(model, job, cluster.device, grid.grid.table, grid.ranks).whole
+
+
+def _look_for_misses(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> None:
     """The nearest miss of a grid in which nothing fits, and the farthest among the meshes that hold least
-    and most, by the ``room`` that layouts take at least."""
+    and most, by what layouts take at least."""
+    grid = of_least_memory(grid)
+    room = _room_of(model, job, cluster, grid)
     others = tuple(axis for axis in range(room.ndim) if axis != INNER)
     lowest, highest = (
         np.broadcast_to(f(axis=others), grid.grid.table.shape[INNER]) for f in (room.min, room.max)
@@ -202,7 +210,8 @@ def _by_running(grid: Timed, tally: Tally) -> Iterator[Timed]:
 def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> None:
     below = SLOWEST * _to_beat(grid.grid, tally)
     left = grid.pruned(below)
-    if left is not None and below < np.inf:
+    few = below < np.inf or prod(shape_of_cells(grid.grid)) <= FEW_CELLS
+    if left is not None and few:
         left = at_their_pace(model, left).pruned(below)
     if left is None:
         return
@@ -210,7 +219,7 @@ def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, ta
     pieces: Iterable[tuple[Timed | None, Cells | None]]
     if tally.exhaustive:
         pieces = [(left, None)]
-    elif below == np.inf:  # nothing is known to fit
+    elif not few:
         pieces = [(_where_some_fit(model, job, cluster, left, tally), None)]
     else:
         pieces = _with_room(model, job, cluster, left, tally, below)
@@ -223,6 +232,8 @@ def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, ta
         if piece is not None:
             for part in evaluate(model, job, cluster, piece, below):
                 tally.add(part)
+    if few and _to_beat(grid.grid, tally) == np.inf:
+        _look_for_misses(model, job, cluster, left, tally)
 
 
 def _pieces(grid: Grid) -> Iterator[Grid]:

@@ -328,7 +328,7 @@ def worst(moments: Sequence[Moment]) -> tuple[Moment, ...]:
 
 def _worst_of_several(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     over = exceeded(amounts_of(moments)).all(axis=1)
-    return tuple(moment for moment, each in zip(moments, over.tolist(), strict=True) if not each)
+    return tuple(moments[place] for place in np.flatnonzero(~over).tolist())
 
 
 def amounts_of(moments: Sequence[Moment]) -> NDArray[np.float64]:

@@ -39,10 +39,13 @@ class Alike:
 
     def __init__(self, ways: Mapping[Recompute, BlockActivations]) -> None:
         self.ways = {kind: ways[kind] for kind in RECOMPUTE_KINDS}
+        self._each: dict[int, Mapping[Recompute, BlockActivations]] = {}
 
-    def of(self, number: int) -> dict[Recompute, BlockActivations]:
+    def of(self, number: int) -> Mapping[Recompute, BlockActivations]:
         """Of one sequence."""
-        return {kind: _one_of(activations, number) for kind, activations in self.ways.items()}
+        if number not in self._each:
+            self._each[number] = {kind: _one_of(each, number) for kind, each in self.ways.items()}
+        return self._each[number]
 
     @cached_property
     def saved(self) -> Floats:

@@ -38,7 +38,7 @@ FINALISTS = 32
 """Layouts whose pipelines are simulated at a time: the closed forms that rank all are of equal stages."""
 
 FREED_BYTES = 2**25 - 2**16
-"""As much as glibc's malloc takes for an array it had better keep when it is freed; more goes back at once."""
+"""The largest array that glibc's malloc may learn to keep when it is freed; more goes back at once."""
 
 FRONT = 8
 """Fastest layouts of which all pipelines are simulated in the end, but for ``ROUNDS``."""
@@ -146,8 +146,8 @@ def search(
 
 
 def _keep_what_is_freed() -> None:
-    """Have malloc keep the memory of freed columns for the next ones: what it takes from the system anew, page
-    by page, a search takes a tenth longer for. One array that is never touched teaches it (mallopt(3),
+    """Have malloc keep the memory of freed columns for the next ones: with what comes from the system anew,
+    page by page, a search takes a tenth longer. One array that is never touched teaches it (mallopt(3),
     M_MMAP_THRESHOLD)."""
     np.empty(FREED_BYTES, dtype=np.uint8)
 

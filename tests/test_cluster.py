@@ -298,6 +298,9 @@ def test_links_of_devices_say_what_messages_cost():
         inside, across = kind.intra_link, kind.inter_link
         assert inside.small_latency < inside.latency
         assert across.small_latency < across.latency
+        if inside.ll128_latency:  # NVLink, and with it the network
+            assert inside.small_latency < inside.ll128_latency < inside.latency
+            assert 0 < across.ll128_latency < across.latency
         assert inside.start == across.start > 0
         assert (inside.switch_bandwidth > 0) == name.startswith(
             ("h100-sxm", "h200", "h20-", "b200", "b300", "gb")

@@ -26,6 +26,7 @@ LINKS = st.builds(
     bandwidth=POSITIVE,
     latency=NON_NEGATIVE,
     small_latency=NON_NEGATIVE,
+    ll128_latency=NON_NEGATIVE,
     start=NON_NEGATIVE,
     ramp=NON_NEGATIVE,
     switch_bandwidth=NON_NEGATIVE,

@@ -29,6 +29,11 @@ class Link(Description):
         ge=0,
         description="of a hop of a small message, at part of the bandwidth; if not given, latency",
     )
+    ll128_latency: Seconds = Field(
+        default=0.0,
+        ge=0,
+        description="of a hop by NCCL's LL128, at most of the bandwidth, which NVLink nodes have; 0: none",
+    )
     start: Seconds = Field(default=0.0, ge=0, description="of a collective, whatever its size")
     ramp: Seconds = Field(
         default=0.0,

@@ -146,6 +146,21 @@ def test_ends_of_a_pipeline_without_a_layer(rows, sizes):
     assert case_of_row(rows["zero-bubble-004"], sizes).layout.stage_layers == (0, *[1] * 22, 0)
 
 
+def test_deepspeed_fills_stages_one_after_the_other(rows, sizes):
+    """78 layers on 12: "the last stage has 1 block, while the rest have 7" (chronicles-prequel.md); of 82
+    with embedding and head, which stand for a layer each, all have 7."""
+    assert case_of_row(rows["bigscience-a100-078"], sizes).layout.stage_layers == (*[7] * 11, 1)
+    assert case_of_row(rows["bigscience-a100-109"], sizes).layout.stage_layers == (6, *[7] * 10, 6)
+
+
+def test_nodes_of_older_chips_have_slower_nics(rows, sizes):
+    """Where a row does not say: V100 sits on PCIe 3."""
+    for run, gigabits in (("bigscience-v100-008", 100), ("mt-nlg-001", 200)):
+        case = case_of_row(rows[run], sizes)
+        assert any(f"interconnect: {gigabits} Gb/s" in text for text in case.assumed), case.assumed
+        assert 0.5 < case.cluster.device.inter_link.bandwidth / (gigabits * 1e9 / 8) < 1
+
+
 def test_how_tokens_reach_experts_on_several_nodes(rows, sizes):
     """Recipes of Megatron-Bridge: DeepSeek-V3 on B200 by DeepEP under another microbatch, Qwen3-235B on H100
     by all-to-all under another; before release 26 neither."""

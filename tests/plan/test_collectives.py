@@ -174,6 +174,24 @@ def test_one_rank_a_node_gathers_in_logarithmic_hops():
     assert seconds("all_gather", 1e6, 1, place(256), where) == pytest.approx(ring)
 
 
+def test_rings_of_middle_messages_take_lines():
+    """LL128: hops of 1.9 and 4 us at 0.92 of the bandwidth (shared FORMULAE 4.3), if all links have it. 64
+    nodes of 8 gather 64 MB: the plain ring waits for hops, the small one for twice the bytes."""
+    inside = Link(bandwidth=100e9, latency=3.4e-6, small_latency=0.6e-6, ll128_latency=1.9e-6)
+    across = Link(bandwidth=50e9, latency=14e-6, small_latency=5e-6, ll128_latency=4e-6)
+    where, group = cluster(512, 8, inside, across), place(512)
+    moved = 511 / 512 * 64e6 / 100e9
+    lines = 448 * 1.9e-6 + 63 * 4e-6 + moved / 0.92
+    assert seconds("all_gather", 64e6, 1, group, where) == pytest.approx(lines)
+    large = 511 / 512 * 64e9 / 100e9 + 448 * 3.4e-6 + 63 * 14e-6
+    assert seconds("all_gather", 64e9, 1, group, where) == pytest.approx(large)
+    without = across.model_copy(update={"ll128_latency": 0.0})
+    plain = seconds("all_gather", 64e6, 1, group, cluster(512, 8, inside, without))
+    small = 448 * 0.6e-6 + 63 * 5e-6 + 2 * moved
+    assert plain == pytest.approx(min(448 * 3.4e-6 + 63 * 14e-6 + moved, small))
+    assert plain > lines
+
+
 def test_phases_inside_and_across_bound_an_all_reduce():
     """2(g-1)/g S/B_nvl + 2(N-1)/N S/(g B_nic), and the hops: shared FORMULAE 4.2, upper bound."""
     where = cluster(512, 8)
@@ -263,7 +281,9 @@ def test_one_rank_sends_nothing(collective):
 @given(
     collective=st.sampled_from(ALL), name=DEVICES, group=GROUPS, size=BYTES, more=BYTES,
     launches=st.integers(1, 1000),
-    fields=st.sampled_from(["bandwidth", "latency", "small_latency", "start", "ramp", "switch_bandwidth"]),
+    fields=st.sampled_from(
+        ["bandwidth", "latency", "small_latency", "ll128_latency", "start", "ramp", "switch_bandwidth"]
+    ),
     which=st.sampled_from(["intra_link", "inter_link"]), factor=st.floats(1, 100),
 )  # fmt: skip
 def test_monotone_in_size_launches_and_links(

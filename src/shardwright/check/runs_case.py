@@ -39,8 +39,8 @@ MACHINES = {("simumax-b200", "B200-SXM-180GB"): "b200-simumax"}
 CHEAP_MODULES = ("mla_up_proj", "layernorm", "moe_act")
 """Of Megatron-Core's --recompute-modules those that repeat next to no product."""
 
-HDR = 25e9
-"""A NIC of 200 Gb/s [B/s]."""
+OLDER_NICS: Mapping[str, float] = {"a100": 25e9, "v100": 12.5e9}
+"""A device's NIC in nodes of chips older than those of 400 Gb/s [B/s]; PCIe 3 of V100 carries no more."""
 
 OMNI_PATH = 100.0
 """Gb/s of a link, where a table names its kind alone."""
@@ -126,9 +126,10 @@ def _cluster(row: Row, sheets: Mapping[str, Row], assumed: list[str], fitted: bo
     rate = nic_bandwidth(row["interconnect"], per_node)
     if rate:
         kind = _with_nic(kind, rate)
-    elif ranks > per_node and kind.name.startswith("a100"):
-        kind = _with_nic(kind, HDR)
-        assumed.append("interconnect: 200 Gb/s a device, as A100 nodes have")
+    elif ranks > per_node and (chip := kind.name.split("-")[0]) in OLDER_NICS:
+        kind = _with_nic(kind, OLDER_NICS[chip])
+        gigabits = OLDER_NICS[chip] * 8 / 1e9
+        assumed.append(f"interconnect: {gigabits:.0f} Gb/s a device, as {chip.upper()} nodes have")
     elif ranks > per_node:
         assumed.append("interconnect: the device's")
     return Cluster(ranks=ranks, gpus_per_node=per_node, device=kind)

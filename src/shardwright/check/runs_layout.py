@@ -61,11 +61,14 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
         raise NotPredictedError(f"no order of the schedule: {fault}")
     stages = pp * chunks
     fewer = "one layer fewer" in row["note"] and pp > 1
-    ends = 1 if fewer or stages == model.layers + 2 else 0
+    ends = 1 if fewer or (model.layers + 2) % stages == 0 else 0  # embedding and head stand for a layer each
+    split = stage_layers(model.layers, stages, ends)
+    if "DeepSpeed" in row["framework"] and not ends:
+        split = filled_stages(model.layers, stages)
     values: dict[str, Any] = {
         "pp": pp, "dp_replicate": dp // shard, "dp_shard": shard, "cp": cp, "tp": tp, "ep": ep, "etp": etp,
         "sp": sp, "cp_kind": _context(row, family, cp, assumed), "schedule": schedule, "chunks": chunks,
-        "stage_layers": stage_layers(model.layers, stages, ends) if stages > 1 else (),
+        "stage_layers": split if stages > 1 else (),
         "zero_stage": zero, "micro_batch": micro_batch, "microbatches": microbatches,
         "recompute": kind, "recompute_every": every,
         "kept": KEPT_BY_SELECTIVE if kind == "selective" else (),
@@ -73,6 +76,13 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
         "dispatch": _dispatch(row, model, ep, assumed),
     }  # fmt: skip
     return Layout.checked(values)
+
+
+def filled_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Stages filled one after the other, as DeepSpeed shares out layers of equal weight: the last has what is
+    left. Source: bigscience-workshop/bigscience train/tr11-176B-ml/chronicles-prequel.md, "Re-do"."""
+    most = -(-layers // stages)
+    return tuple(min(max(layers - most * stage, 0), most) for stage in range(stages))
 
 
 def _microbatches(row: Row, program: str, of_rank: float, stages: int, assumed: list[str]) -> tuple[int, int]:

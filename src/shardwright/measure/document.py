@@ -125,6 +125,7 @@ def _link(level: Level, cluster: Cluster) -> dict[str, Any]:
         "bandwidth": link.bandwidth,
         "latency": link.latency,
         "small_latency": link.small_latency,
+        "ll128_latency": link.ll128_latency,
         "start": link.start,
         "ramp": link.ramp,
         "shared": level.shared,

@@ -164,7 +164,8 @@ class LinkRecord:
             return None
         latency = significant(median(pair.latency for pair in found))
         bandwidth = significant(median(pair.bandwidth for pair in found))
-        return base.model_copy(update={"bandwidth": bandwidth, "latency": latency, "small_latency": latency})
+        measured = {"bandwidth": bandwidth, "latency": latency, "small_latency": latency}
+        return base.model_copy(update={**measured, "ll128_latency": 0.0})
 
     def _map(self) -> MapRecord:
         return MapRecord(

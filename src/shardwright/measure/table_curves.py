@@ -236,6 +236,7 @@ def _launched(link: Link, fit: SizeFit, collective: str, hops: int) -> Link:
     changed: dict[str, Any] = {
         "latency": hop,
         "small_latency": min(link.small_latency, hop),
+        "ll128_latency": min(link.ll128_latency, hop),
         "start": max(start, 0.0),
     }
     if collective == "all_reduce":

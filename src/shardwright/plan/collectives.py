@@ -2,8 +2,9 @@
 
 A collective takes the cheapest of its algorithms: each costs so much a launch, so much a byte, and, where it
 fills channels with a large message, so much the root of a byte. Small messages go with short hops at part of
-the bandwidth (NCCL's LL protocol). plan/placement.py says where groups lie. What was
-measured of a cluster corrects the cheapest's time (plan/measured.py).
+the bandwidth (NCCL's LL protocol), rings of middle ones with longer hops at nearly all of it (LL128).
+plan/placement.py says where groups lie. What was measured of a cluster corrects the cheapest's time
+(plan/measured.py).
 
 Symbols: n ranks of a group; r of them in a domain, the one with fewest; S bytes of payload.
 """
@@ -26,8 +27,8 @@ SMALL_RING, SMALL_TREE = 1 / 2, 1 / 3.8
 """Share of the ring's bandwidth that small messages get: half of what LL sends are flags. Source: NVIDIA/nccl
 2.30.7 src/graph/tuning.cc; shared FORMULAE 4.3."""
 
-TREE, LOGARITHMIC = 0.92, 0.75
-"""The same of trees, and of NCCL's logarithmic all-gather (PAT). Source: as above."""
+TREE, LL128, LOGARITHMIC = 0.92, 0.92, 0.75
+"""The same of trees, of rings by LL128, and of NCCL's logarithmic all-gather (PAT). Source: as above."""
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
@@ -106,10 +107,11 @@ class Route:
             none = np.zeros(self.degree.shape)
             return (Cost(none, none, none),)
         if collective in ("all_gather", "reduce_scatter"):
-            return self._useful((_ring(self, 1), _ring(self, 1, small=True), _logarithmic(self)))
+            rings = _ring(self, 1), _ring_of_lines(self, 1), _ring(self, 1, small=True)
+            return self._useful((*rings, _logarithmic(self)))
         if collective == "all_reduce":
             rings, trees = (
-                (_ring(self, 2), _ring(self, 2, small=True)),
+                (_ring(self, 2), _ring_of_lines(self, 2), _ring(self, 2, small=True)),
                 (_tree(self), _tree(self, small=True)),
             )
             return self._useful((*rings, *trees, _hierarchical(self), _in_switches(self)))
@@ -292,6 +294,15 @@ def _ring(route: Route, rounds: int, *, small: bool = False) -> Cost:
     if small:
         return Cost(route.start + rounds * hops, moved / SMALL_RING, np.zeros(1))
     return Cost(route.start + rounds * hops, moved, rounds / 2 * route.ramp)
+
+
+def _ring_of_lines(route: Route, rounds: int) -> Cost:
+    """A ring whose hops are lines of 128 B that carry their flag (LL128), where all its links have such; the
+    large one elsewhere. Source: shared FORMULAE 4.3."""
+    ring, crossings = _ring(route, rounds), route.crossings
+    able = np.all([(c.hops == 0) | (c.link.ll128_latency > 0) for c in crossings], axis=0)
+    launch = route.start + rounds * sum(c.hops * c.link.ll128_latency for c in crossings)
+    return Cost(np.where(able, launch, ring.launch), np.where(able, ring.byte / LL128, ring.byte), ring.root)
 
 
 def _tree(route: Route, *, small: bool = False) -> Cost:

@@ -66,6 +66,8 @@ def find(
     if ranking != "runnable_only" and any(job_refusals(model, job)):
         ranking = "time"
     result = search(model, job, cluster, given, limit)
+    if ranking == "runnable_only":
+        result = _what_runs(result)
     check_fits(model, job, cluster, result, given, limit)
     if ranking == "time":
         result = replace(result, best=_by_time(result))
@@ -74,6 +76,12 @@ def find(
     result = _with_simulated(result, shown)
     document = {"ranking": ranking, **_document(model, job, cluster, result, shown)}
     return Finding(plan_of(model, job, cluster, result.layout(int(result.best[0]))), document)
+
+
+def _what_runs(result: SearchResult) -> SearchResult:
+    """Without layouts of which each column runs and not all together."""
+    runs = result.runs(result.best)
+    return replace(result, best=result.best[runs], feasible=result.feasible_runnable)
 
 
 def columns_asked(model: ModelSpec, job: Job, fixed: Wishes, ranking: Ranking) -> dict[str, Sequence[int]]:

@@ -53,7 +53,7 @@ class SearchResult:
 
     ``best`` indexes those of ``kept`` that fit: runnable ones first, then by time. ``pruned`` layouts are
     slower than the best and were not evaluated. ``misses`` are the nearest and the farthest of what does not
-    fit.
+    fit; where others fit, of what was evaluated.
     """
 
     kept: Kept
@@ -194,7 +194,7 @@ def rejection_notes(model: ModelSpec, job: Job, cluster: Cluster, result: Search
     """One sentence for each reason that put layouts out, with the way out."""
     notes = dict(result.notes)
     if MEMORY_REASON in result.rejected:
-        notes[MEMORY_REASON] = _memory_note(model, job, cluster, result.misses, result.limit)
+        notes[MEMORY_REASON] = _memory_note(model, job, cluster, result)
     return notes
 
 
@@ -246,15 +246,17 @@ def _constraint_note(
     return {CONSTRAINT: "; ".join(parts)}
 
 
-def _memory_note(model: ModelSpec, job: Job, cluster: Cluster, misses: Kept, limit: float) -> str:
-    """How far the layouts that do not fit are from fitting: the nearest and the farthest."""
-    sentences = []
-    for row in range(len(misses.time)):
-        one = misses.table.take(np.array([row]))
+def _memory_note(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult) -> str:
+    """How far the layouts that do not fit are from fitting: the nearest and the farthest. Where others fit,
+    slow ones were not looked at, and the farthest is none of those that were."""
+    sentences, count = [], len(result.misses.time)
+    for row in range(min(count, 1) if len(result.best) and result.pruned else count):
+        one = result.misses.table.take(np.array([row]))
         ledger = memory_ledger(model, job, cluster.device, one)
-        sentences.append(describe_miss(one.layout(0, model.layers), ledger, 0, limit))
+        sentences.append(describe_miss(one.layout(0, model.layers), ledger, 0, result.limit))
     sides = zip(("nearest", "farthest"), sentences, strict=False)
-    return f"more than {format_bytes(limit)} a device; " + "; ".join(f"{side} {miss}" for side, miss in sides)
+    more = f"more than {format_bytes(result.limit)} a device"
+    return "; ".join([more, *(f"{side} {miss}" for side, miss in sides)])
 
 
 def largest_term(ledger: Ledger, row: int) -> tuple[str, float]:

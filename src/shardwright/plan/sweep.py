@@ -1,11 +1,11 @@
 """A sweep over the grids of a space: each is evaluated as far as it may have what fits and is not slow.
 
 The promising grids come first, and what they reach puts others out. Time is worked out step by step, each a
-better bound from below. What a layout holds at least, which is soon known, puts out more than any bound of
-time: the step of the busiest rank is worked out of what it leaves, layout by layout, and memory of what
-passes all. What is only modelled is looked for by itself where it is much faster than what runs. Until
-something is known to fit, layouts without offload and with the loss in one part are evaluated alone: offload
-and parts of the loss save memory and never time.
+better bound from below: of work shared evenly, of the busiest rank with what its schedule leaves idle, and,
+for what is left when all that is sure not to fit is out, layout by layout; memory of what passes all. What is
+only modelled is looked for by itself where it is much faster than what runs. Until something is known to fit,
+layouts without offload and with the loss in one part are evaluated alone: offload and parts of the loss save
+memory and never time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,7 +82,9 @@ def evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[G
     routes = shared_routes(cluster, [grid.table for grid in pieces]) if pieces else []
     every = list(zip(pieces, routes, strict=True))
     waiting: list[Timed] = []
+    first: Timed | None = None
     for grid in _in_order(model, job, cluster, every):  # what the first reach puts others out
+        first = first or grid
         plain, other = _plain_and_other(grid.grid)
         if not tally.exhaustive and _to_beat(grid.grid, tally) == np.inf and len(plain) and len(other):
             waiting.append(grid.at({MEMORY: other}))
@@ -90,6 +92,8 @@ def evaluate_all(model: ModelSpec, job: Job, cluster: Cluster, grids: Sequence[G
         _evaluate(model, job, cluster, grid, tally)
     for grid in sorted(waiting, key=_promise):
         _evaluate(model, job, cluster, grid, tally)
+    if first is not None and tally.too_large and tally.nearest == np.inf:  # all that was evaluated fits
+        _look_for_misses(model, job, cluster, with_shares(model, job, cluster, first), tally)
 
 
 def _in_order(

@@ -21,7 +21,7 @@ from shardwright.cluster import cluster_of, device
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import Mla, ModelSpec, Moe, preset
-from shardwright.plan import holdings, memory, moments, traffic
+from shardwright.plan import block_kinds, holdings, memory, rank_moments, traffic
 from shardwright.plan.activations import BlockWays, activations_of
 from shardwright.plan.explain import plan_of
 from shardwright.plan.held_units import held_units
@@ -298,7 +298,7 @@ STATE = {"parameters", "gradients", "optimizer"}
 NARROW = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 BROKEN_LEDGERS = {
-    "tensor saved twice": (Plan(m=1), holdings, "activations_of", saved_twice("input"), {"peak"}),
+    "tensor saved twice": (Plan(m=1), block_kinds, "activations_of", saved_twice("input"), {"peak"}),
     "embedding has no state": (Plan(m=1), memory, "weighted_elements", none_of(EMBEDDING), STATE | {"peak"}),
     "embedding is not sent": (Plan(m=1), traffic, "unit_elements", sent_without(EMBEDDING), {GATHER, REDUCE}),
     "head gathered twice": (Plan(m=1), traffic, "held_units", head_twice, {GATHER}),
@@ -311,16 +311,18 @@ BROKEN_LEDGERS = {
     "one moment": (
         Plan(m=1), memory, "optimizer_elements", lambda *args: args[1].numel, {"optimizer", "peak"},
     ),
-    "no gradient waits": (Plan(stage=1), moments, "waiting_gradients", nothing, {"gathered at peak", "peak"}),
+    "no gradient waits": (
+        Plan(stage=1), rank_moments, "waiting_gradients", nothing, {"gathered at peak", "peak"},
+    ),
     "nothing stays gathered": (
         Plan(stage=2, m=3), holdings, "resident", nothing, {"gathered at peak", "peak"},
     ),
     "no reduction buffers": (
-        Plan(replicate=4, shard=1, stage=0), moments, "reduction_buffers", nothing,
+        Plan(replicate=4, shard=1, stage=0), rank_moments, "reduction_buffers", nothing,
         {"gathered at peak", "peak"},
     ),
     "no reduced gradients": (
-        Plan(stage=3), moments, "reduced_shards", nothing, {"gradients at peak", "peak"},
+        Plan(stage=3), rank_moments, "reduced_shards", nothing, {"gradients at peak", "peak"},
     ),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from shardwright.layout import KEPT_BY_SELECTIVE, Layout
 from shardwright.model import ModelSpec, preset
 from shardwright.plan.accounting import ACCOUNTINGS
 from shardwright.plan.amounts import unit_amounts
-from shardwright.plan.holdings import block_kinds
+from shardwright.plan.block_kinds import block_kinds
 from shardwright.plan.memory import memory_ledger
 from shardwright.plan.other_runtimes import (
     cross_entropy_bytes,

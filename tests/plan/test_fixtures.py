@@ -18,11 +18,12 @@ from shardwright.layout import Layout
 from shardwright.model import preset
 from shardwright.plan.attention import ring_share
 from shardwright.plan.collectives import collective_time, ring_time
+from shardwright.plan.context_traffic import traded_heads
 from shardwright.plan.other_runtimes import zero3_sent_elements
 from shardwright.plan.params import parameter_table
 from shardwright.plan.placement import Placement
 from shardwright.plan.table import table_of
-from shardwright.plan.traffic import tp_rounds, traded_heads, traffic
+from shardwright.plan.traffic import tp_rounds, traffic
 from shardwright.units import GiB
 
 

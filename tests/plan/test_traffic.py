@@ -11,10 +11,11 @@ from shardwright.axes import joined_axis
 from shardwright.job import Job
 from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout
 from shardwright.model import Mla, ModelSpec, preset
+from shardwright.plan.flow import RING_SHARE
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD, parameter_table
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.table import table_of
-from shardwright.plan.traffic import RING_SHARE, SCALAR_BYTES, merged, traffic
+from shardwright.plan.traffic import SCALAR_BYTES, merged, traffic
 
 SPEC = ModelSpec(
     name="tiny", model_type="llama", layers=3, hidden=64, ffn=96, heads=8, kv_heads=4, head_size=8, vocab=256

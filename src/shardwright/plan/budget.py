@@ -15,6 +15,7 @@ from shardwright.layout import OFFLOAD_KINDS
 from shardwright.plan.accounting import accounting_row, is_trained
 from shardwright.plan.collectives import Crossing, Route
 from shardwright.plan.experts import copies_per_token, dispatch_time, nodes_of_a_token
+from shardwright.plan.flow import Flow
 from shardwright.plan.placement import EXPERT_SHARD, placements
 from shardwright.plan.schedule import SCHEDULES
 from shardwright.plan.shards import unit_elements
@@ -22,7 +23,7 @@ from shardwright.plan.stage_ledger import saved_by_blocks
 from shardwright.plan.stages import most_expert_blocks, slowest_blocks
 from shardwright.plan.step import flow_time, updated_elements
 from shardwright.plan.table import LayoutTable
-from shardwright.plan.traffic import Flow, merged, shard_axis, traffic
+from shardwright.plan.traffic import merged, shard_axis, traffic
 from shardwright.planfile import Plan
 
 HOST = "host"

@@ -13,15 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.job import Job
-from shardwright.layout import CONTEXT_KINDS, OFFLOAD_KINDS, RECOMPUTE_KINDS
+from shardwright.layout import OFFLOAD_KINDS
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import (
     ELEMENT_BYTES,
     WIDE_BYTES,
-    BlockWays,
-    Kind,
-    Split,
-    activations_of,
     rotary_table_bytes,
 )
 from shardwright.plan.amounts import (
@@ -40,7 +36,7 @@ from shardwright.plan.shards import (
     TIED,
 )
 from shardwright.plan.stages import Stage
-from shardwright.plan.table import Floats, Ints, LayoutTable, added, distinct
+from shardwright.plan.table import Floats, Ints, LayoutTable, added
 
 
 def token_bytes(job: Job) -> int:
@@ -163,40 +159,6 @@ def kept_blocks(blocks: Floats, resident: NDArray[np.bool_]) -> Floats:
     if resident.all():
         return blocks
     return np.where(resident, blocks, np.minimum(blocks, OFFLOADED_BLOCKS - 1))
-
-
-class BlockKinds(NamedTuple):
-    """Activations of a block for each way of splitting and recomputing it, and which one a row has.
-
-    ``plain`` is the same block without recomputation, which a row has beside it if it recomputes every k-th.
-    """
-
-    ways: BlockWays
-    row: NDArray[np.intp]
-    plain: NDArray[np.intp]
-    share: Floats  # of blocks that recompute
-
-    @property
-    def saved_bytes(self) -> Floats:
-        """Kept by a block for each token, the mean [B]."""
-        saved = self.ways.saved
-        if (self.share == 1).all():
-            return np.asarray(saved[self.row])
-        return saved[self.row] * self.share + saved[self.plain] * (1 - self.share)
-
-
-def block_kinds(model: ModelSpec, job: Job, table: LayoutTable, kind: Kind = "dense") -> BlockKinds:
-    """The activations of blocks of one kind in every row."""
-    experts = (table.ep, table.etp) if kind == "experts" else ()
-    gathered = np.where(table.cp_kind == CONTEXT_KINDS.index("all_gather"), table.cp, 1)
-    cases, row = distinct(table.tp, table.sp, gathered, table.cp_kind, *experts)
-    splits = (
-        Split(tp, bool(sp), cp, CONTEXT_KINDS[cp_kind], *of_experts)
-        for tp, sp, cp, cp_kind, *of_experts in cases
-    )
-    ways = activations_of(model, job, tuple(splits), kind)
-    plain = row * len(RECOMPUTE_KINDS)
-    return BlockKinds(ways, plain + table.recompute, plain, 1 / table.recompute_every)
 
 
 def rank_step(

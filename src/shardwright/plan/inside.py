@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.plan.activations import BlockWays, Kind
+from shardwright.plan.block_kinds import BlockKinds
 from shardwright.plan.flights import More
-from shardwright.plan.holdings import BlockKinds, Means, RankStep
+from shardwright.plan.holdings import Means, RankStep
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats, LayoutTable
 

@@ -23,28 +23,18 @@ from shardwright.plan.apart import (
     moments_apart,
     moments_of_tail,
 )
+from shardwright.plan.block_kinds import BlockKinds, block_kinds
 from shardwright.plan.flight_points import TWO_PASSES
 from shardwright.plan.flights import Flight, fullest
 from shardwright.plan.holdings import (
-    BlockKinds,
     Held,
     HeldParts,
-    Open,
     RankStep,
     Role,
-    block_kinds,
-    block_reduction_buffers,
-    gathered_parameters,
     merges_at_once,
     pooled_gradients,
     rank_step,
-    reduced_shards,
-    reduces,
-    reduction_buffers,
-    resident,
-    rest_of_block,
     roles_of,
-    waiting_gradients,
 )
 from shardwright.plan.inside import (
     Inside,
@@ -54,6 +44,18 @@ from shardwright.plan.inside import (
     variants_of,
     worst_inside,
     worst_weights,
+)
+from shardwright.plan.rank_moments import (
+    block_gathered,
+    block_reduced,
+    embedding_backward,
+    first_block_copied_out,
+    head_backward,
+    head_gathered,
+    head_reduced,
+    inside_block,
+    last_reduced,
+    schedule_through,
 )
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import Floats, LayoutTable, Number, added
@@ -248,13 +250,13 @@ def _in_a_pipeline(
     at_once, ends = whole.apart == 0, whole.opens & (whole.stages > 1)
     for at_head, flight, *_ in flights:
         step, role = replace(whole, flight=at_head), role._replace(older=at_head.past > 0)
-        yield f"{at_head.name}, head backward", at_once, _with_logits(step, _head_backward(step, role))
+        yield f"{at_head.name}, head backward", at_once, _with_logits(step, head_backward(step, role))
         step, role = replace(whole, flight=flight), role._replace(older=flight.past > 0)
         for moment in insides.backward(role):
-            held = beside_two_passes(step, ends, _in_block(step, role, step.layers - 1, moment))
+            held = beside_two_passes(step, ends, inside_block(step, role, step.layers - 1, moment))
             name, rows = f"{flight.name}, last layer, {moment.name}", moment.valid & (at_once | ends)
             yield name, rows, _with_logits(step, held)
-    yield "first gradients reduced", every, _schedule_through(whole, role)
+    yield "first gradients reduced", every, schedule_through(whole, role)
 
 
 def _in_two_passes(
@@ -286,172 +288,24 @@ def _alone(
     top, bottom = step.layers - 1, np.zeros_like(step.layers)
     places = ("last layer", "layer before the last", "layer 1", "first layer")
     layers = np.stack([top, np.maximum(top - 1, 0), np.minimum(top, 1), bottom])
-    in_block = [(moment, _in_block(step, role, layers, moment)) for moment in inside]
-    reduced = _block_reduced(step, role, layers)
+    in_block = [(moment, inside_block(step, role, layers, moment)) for moment in inside]
+    reduced = block_reduced(step, role, layers)
     gathers = (role.first | stage3) & (step.table.shard > 1)
-    yield "first layer gathered", gathers, _block_gathered(forward, role, bottom)
-    yield "last layer gathered", gathers, _block_gathered(forward, role, top)
-    yield "head gathered", gathers, _head_gathered(forward, role)
-    yield "head backward", every, _head_backward(step, role)
+    yield "first layer gathered", gathers, block_gathered(forward, role, bottom)
+    yield "last layer gathered", gathers, block_gathered(forward, role, top)
+    yield "head gathered", gathers, head_gathered(forward, role)
+    yield "head backward", every, head_backward(step, role)
     if not step.tied:  # a tied head is reduced at the very end
-        yield "head gradients reduced", every, _head_reduced(step, role)
+        yield "head gradients reduced", every, head_reduced(step, role)
     for number, place in enumerate(places):
         for moment, held in in_block:
             yield f"{place}, {moment.name}", moment.valid, _at_place(step, held, number)
         yield f"{place}, gradients reduced", every, _at_place(step, reduced, number)
-    yield "first layer, parameters copied out", stage3, _first_block_copied_out(step, role)
-    yield "embedding backward", every, _embedding_backward(step, role)
-    yield "last gradients reduced", every, _last_reduced(step, role)
+    yield "first layer, parameters copied out", stage3, first_block_copied_out(step, role)
+    yield "embedding backward", every, embedding_backward(step, role)
+    yield "last gradients reduced", every, last_reduced(step, role)
 
 
 def _at_place(step: RankStep, held: HeldParts, number: int) -> HeldParts:
     """What is held at one of several layers, which lie along an axis before those of the rank."""
     return HeldParts(*(part[number] if part.ndim > step.layers.ndim else part for part in held))
-
-
-# The moments of a rank
-
-
-def _block_gathered(step: RankStep, role: Role, blocks: Floats) -> HeldParts:
-    """Forward, with ``blocks`` blocks done: the next is copied out of its all-gather buffer while the buffer
-    of the unit before it is still held."""
-    opening = step.head.gathered if step.tied else step.embedding.gathered
-    before = np.where(blocks > 0, step.block.gathered, opening)
-    resident = opening + blocks * step.mean.gathered
-    return _gathering(step, role, blocks, resident, 2 * step.block.gathered + before)
-
-
-def _head_gathered(step: RankStep, role: Role) -> HeldParts:
-    """The same for the head; a tied one was gathered for the embedding."""
-    opening = step.head.gathered if step.tied else step.embedding.gathered
-    resident = opening + step.layers * step.mean.gathered
-    head = 0.0 if step.tied else 2 * step.head.gathered
-    return _gathering(step, role, step.layers, resident, head + step.block.gathered)
-
-
-def _gathering(step: RankStep, role: Role, blocks: Floats, resident: Floats, buffers: Floats) -> HeldParts:
-    kept = np.where(step.table.zero_stage == 3, step.head.gathered if step.tied else 0.0, resident)
-    shards = np.where(role.older, reduced_shards(step, role, Open(step.layers, True)), 0.0)
-    activations = step.kept(blocks) + step.tokens * step.residual + step.inputs
-    none = np.zeros_like(step.layers)
-    return HeldParts(shards, activations, none, kept + buffers, none)
-
-
-def _prefetched(step: RankStep) -> Floats:
-    """Stage 3: the buffer of the block whose backward comes after the head's."""
-    return np.where(step.table.shard > 1, step.ahead_of_head, 0.0)
-
-
-def _head_backward(step: RankStep, role: Role) -> HeldParts:
-    still = Open(step.layers, True)
-    gathered = gathered_parameters(step, role, still, step.head.gathered + _prefetched(step))
-    vectors = np.where(step.vocab > 0, step.residual + 2 * step.normed + step.rstd, step.residual)
-    activations = step.kept_at_head() + step.tokens * vectors + step.inputs
-    gradient = 0.0 if step.tied else np.maximum(step.head.fresh - step.normed, 0.0)  # the norm's comes after
-    waiting = waiting_gradients(step, role, still) + gradient
-    activations, logits = activations + step.tied_gradient, step.loss_tokens * step.vocab
-    return HeldParts(reduced_shards(step, role, still), activations, logits, gathered, waiting)
-
-
-def _head_reduced(step: RankStep, role: Role) -> HeldParts:
-    before, after = Open(step.layers, True), Open(step.layers, False)
-    gathered = gathered_parameters(step, role, after, _prefetched(step))
-    waiting = waiting_gradients(step, role, after if role.last else before)
-    activations = step.kept_at_head() + step.tokens * step.residual + step.inputs
-    gathered = gathered + reduction_buffers(step, role, step.head)
-    return HeldParts(
-        reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered, waiting
-    )
-
-
-def _in_block(step: RankStep, role: Role, layer: Floats, moment: Inside) -> HeldParts:
-    still = Open(layer + 1, step.tied)
-    after_head = 0.0 if step.tied else step.head.reduce_input
-    previous = np.where(layer == step.layers - 1, after_head, rest_of_block(step).reduce_input)
-    buffer = np.where(reduces(step, role), previous, 0.0)
-    stage3 = (
-        step.block.gathered
-        + np.where(layer > 0, step.ahead, 0.0)
-        + (step.head.gathered if step.tied else 0.0)
-    )
-    gathered = gathered_parameters(step, role, still, stage3) + buffer
-    waiting = waiting_gradients(step, role, still) + moment.fresh
-    activations = step.kept(layer) + step.tokens * moment.token_bytes + step.inputs + step.tied_gradient
-    return HeldParts(
-        reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered, waiting
-    )
-
-
-def _first_block_copied_out(step: RankStep, role: Role) -> HeldParts:
-    """Stage 3, before the first block's backward: its parameters and the buffer they came in. Every other
-    block prefetches one more behind itself, which its own backward passes hold as well."""
-    still = Open(np.ones_like(step.layers), step.tied)
-    after_head = 0.0 if step.tied else step.head.reduce_input
-    buffer = np.where(step.layers > 1, rest_of_block(step).reduce_input, after_head)
-    gathered = 2 * step.block.gathered + buffer + (step.head.gathered if step.tied else 0.0)
-    activations = (
-        step.kept(np.ones_like(step.layers)) + step.tokens * step.residual + step.inputs + step.tied_gradient
-    )
-    none = np.zeros_like(step.layers)
-    return HeldParts(reduced_shards(step, role, still), activations, none, gathered, none)
-
-
-def _block_reduced(step: RankStep, role: Role, layer: Floats) -> HeldParts:
-    before, after = Open(layer + 1, step.tied), Open(layer, step.tied)
-    stage3 = np.where(layer > 0, step.ahead, 0.0) + (step.head.gathered if step.tied else 0.0)
-    gathered = gathered_parameters(step, role, after, stage3) + block_reduction_buffers(step, role)
-    waiting = waiting_gradients(step, role, after if role.last else before)
-    inputs = step.inputs - np.where(layer > 0, 0.0, step.tables)
-    activations = step.kept(layer) + step.tokens * step.residual + inputs + step.tied_gradient
-    return HeldParts(
-        reduced_shards(step, role, before), activations, np.zeros_like(step.layers), gathered, waiting
-    )
-
-
-def _embedding_backward(step: RankStep, role: Role) -> HeldParts:
-    still = Open(np.zeros_like(step.layers), step.tied)
-    buffer = np.where(reduces(step, role), rest_of_block(step).reduce_input, 0.0)
-    stage3 = step.head.gathered if step.tied else np.zeros_like(step.layers)
-    gathered = gathered_parameters(step, role, still, stage3) + buffer
-    waiting = waiting_gradients(step, role, still)
-    if not step.tied:
-        gathered = gathered + step.embedding.fresh
-    # tied: the head's gradient and the embedding's, with the gradient this came from, or else with their sum
-    source = step.tokens * step.residual
-    summed = source < step.tied_gradient
-    activations = np.where(summed, 0.0, source) + 2 * step.tied_gradient + step.ids + step.flight.others
-    waiting = waiting + np.where(summed, step.tied_gradient, 0.0)
-    return HeldParts(
-        reduced_shards(step, role, still), activations, np.zeros_like(step.layers), gathered, waiting
-    )
-
-
-def _last_reduced(step: RankStep, role: Role) -> HeldParts:
-    still = Open(np.zeros_like(step.layers), step.tied)
-    unit = step.head if step.tied else step.embedding
-    none = np.zeros_like(step.layers)
-    kept, waiting = none, none
-    if not role.last:
-        kept = np.where(step.table.zero_stage <= 2, resident(step, role, still), 0.0)
-        waiting = waiting_gradients(step, role, still)
-    gathered = kept + reduction_buffers(step, role, unit)
-    activations = step.ids + step.flight.others
-    return HeldParts(reduced_shards(step, role, still), activations, none, gathered, waiting)
-
-
-def _schedule_through(step: RankStep, role: Role) -> HeldParts:
-    """The first stage of a rank is through: every gathered parameter, the whole gradients that there are, and
-    the buffers of the first reduction."""
-    flight = step.flight._replace(past=step.reduced)
-    step, role = replace(step, flight=flight), role._replace(older=flight.past > 0)
-    still = Open(step.layers, True)
-    largest = np.maximum(
-        step.block.reduce_input, np.maximum(step.head.reduce_input, step.embedding.reduce_input)
-    )
-    # the second unit: the first has left its shard, its buffer, and no copy of its parameters
-    gathered = resident(step, role, still) + largest + np.maximum(step.block.shard - step.block.gathered, 0.0)
-    waiting = waiting_gradients(step, role, still)
-    if not step.merges:
-        waiting = waiting + step.left_over * step.layers * step.mean.fresh
-    none = np.zeros_like(step.layers)
-    return HeldParts(none, step.ids + step.reducing, none, gathered, waiting)

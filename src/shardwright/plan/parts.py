@@ -15,6 +15,7 @@ from shardwright.job import Job
 from shardwright.layout import CONTEXT_KINDS, OFFLOAD_KINDS
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES, Kind
+from shardwright.plan.block_kinds import block_kinds
 from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import (
     BlockTimes,
@@ -24,19 +25,13 @@ from shardwright.plan.compute import (
     logits_again,
 )
 from shardwright.plan.compute import Work as Computation
+from shardwright.plan.context_traffic import context_rounds, keys_and_values, traded_heads
 from shardwright.plan.experts import dispatch_time, gather_time
 from shardwright.plan.flight_points import passes_apart
-from shardwright.plan.holdings import block_kinds
+from shardwright.plan.flow import Rounds
 from shardwright.plan.placement import routes_of
 from shardwright.plan.table import ColumnMap, Floats, LayoutTable, by_schedule
-from shardwright.plan.traffic import (
-    Rounds,
-    context_rounds,
-    expert_tp_rounds,
-    keys_and_values,
-    tp_rounds,
-    traded_heads,
-)
+from shardwright.plan.traffic import expert_tp_rounds, tp_rounds
 
 
 class Part(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from shardwright.cluster import Device
 from shardwright.layout import OFFLOAD_KINDS
 from shardwright.plan.accounting import is_trained
-from shardwright.plan.holdings import block_kinds
+from shardwright.plan.block_kinds import block_kinds
 from shardwright.plan.memory import Ledger, resting_state
 from shardwright.plan.stages import Stage
 from shardwright.plan.table import LayoutTable

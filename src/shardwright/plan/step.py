@@ -33,6 +33,7 @@ from shardwright.plan.collectives import Route, collective_time
 from shardwright.plan.compute import needed_flops_per_token, optimizer_time_per_parameter
 from shardwright.plan.copies import copy_time
 from shardwright.plan.data_axes import DataTimes, UnitTimes, data_times
+from shardwright.plan.flow import Flow
 from shardwright.plan.held_units import busiest_units
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
 from shardwright.plan.parts import Part, Parts, beyond, hop_time, part_times
@@ -47,7 +48,6 @@ from shardwright.plan.stages import (
 )
 from shardwright.plan.table import Floats, Ints, LayoutTable, added, by_schedule, either
 from shardwright.plan.traffic import (
-    Flow,
     optimizer_flows,
     routing_flows,
     shard_axis,

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from shardwright.axes import joined_axis
 from shardwright.job import Job
-from shardwright.layout import CONTEXT_KINDS, SCHEDULE_NAMES
+from shardwright.layout import SCHEDULE_NAMES
 from shardwright.model import ModelSpec
 from shardwright.plan.accounting import gathered_bytes, is_trained
 from shardwright.plan.activations import ELEMENT_BYTES, WIDE_BYTES
-from shardwright.plan.attention import head_sizes
+from shardwright.plan.context_traffic import context_flows, document_flows
 from shardwright.plan.experts import dispatch_launches, dispatched_bytes, tensor_rounds
 from shardwright.plan.flight_points import passes_apart, weight_passes
+from shardwright.plan.flow import Flow, Rounds, rounded
 from shardwright.plan.held_units import busiest_units, held_units
 from shardwright.plan.optimizer_traffic import optimizer_exchanges
 from shardwright.plan.params import BLOCK, EMBEDDING, HEAD
@@ -32,40 +33,8 @@ from shardwright.plan.tp_gradients import shared_gradients
 V_CODES = [SCHEDULE_NAMES.index(name) for name in V_SHAPED]
 """Schedules of which the first rank has both ends of the model."""
 
-ID_BYTES = 8
-"""The number of a token's document, int64."""
-
 SCALAR_BYTES = 8
 """A token count (int64), a loss or a norm (fp64)."""
-
-RING_SHARE: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
-"""A rank of n sends payload x share x (n-1)/n; of a "send" to its neighbour, all. Source: NVIDIA/nccl-tests
-doc/PERFORMANCE.md."""
-
-
-class Flow(NamedTuple):
-    """One kind of collective on one axis in one step, a row a layout."""
-
-    axis: str
-    collective: str
-    degree: Ints  # ranks of the group
-    launches: Ints
-    payload_bytes: Ints
-
-    @property
-    def sent_bytes(self) -> Floats:
-        """What one rank sends in a ring [B]."""
-        if self.collective == "send":
-            return np.asarray(self.payload_bytes, dtype=np.float64)
-        return self.payload_bytes * RING_SHARE[self.collective] * (1 - 1 / self.degree)
-
-
-class Rounds(NamedTuple):
-    """How often a block passes something round in the forward and the backward pass, a row a layout."""
-
-    forward: Floats
-    backward: Floats
-    trades: Floats | float = 0.0  # of Ulysses
 
 
 def shard_axis(table: LayoutTable) -> str:
@@ -91,9 +60,9 @@ def traffic(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None 
         *scalar_flows(table),
         *_tp_flows(model, job, (dense, experts), copies),
         *share_flows(model, job, table, copies),
-        *_document_flows(job, table),
-        *_context_flows(model, job, dense, copies[BLOCK]),
-        *_context_flows(model, job, experts, copies[EXPERT_BLOCK]),
+        *document_flows(job, table),
+        *context_flows(model, job, dense, copies[BLOCK]),
+        *context_flows(model, job, experts, copies[EXPERT_BLOCK]),
         *_expert_flows(model, job, experts, copies),
         *routing_flows(model, job, experts, copies),
         *_stage_flows(model, job, table, stage),
@@ -167,12 +136,12 @@ def _flow(
     axis: str, name: str, degree: Ints, present: NDArray[np.bool_], launches: Floats, payload: Floats
 ) -> Flow:
     return Flow(
-        axis, name, degree, _whole(np.where(present, launches, 0)), _whole(np.where(present, payload, 0))
+        axis,
+        name,
+        degree,
+        rounded(np.where(present, launches, 0)),
+        rounded(np.where(present, payload, 0)),
     )
-
-
-def _whole(values: Floats) -> Ints:
-    return np.asarray(np.rint(values), dtype=np.int64)
 
 
 def optimizer_flows(
@@ -313,78 +282,6 @@ def routing_flows(
         yield _flow(*sent[:3], sent.degree > 1, sent.launches, sent.payload_bytes)
 
 
-# cp
-
-
-def keys_and_values(model: ModelSpec, precision: str, table: LayoutTable, tokens: Floats) -> Floats:
-    """Keys and values of one context rank in one block [B]."""
-    kv_heads = np.maximum(model.kv_heads / table.tp, 1)
-    return np.asarray(ELEMENT_BYTES[precision] * kv_heads * sum(head_sizes(model)) * tokens)
-
-
-def traded_heads(model: ModelSpec, precision: str, table: LayoutTable, tokens: Floats) -> Floats:
-    """What Ulysses trades in one pass of a block: queries, keys, values, and the output back [B].
-
-    Key/value heads fewer than the ranks are repeated. The four differ in size with grouped or latent heads.
-    """
-    kv_heads = np.maximum(np.maximum(model.kv_heads / table.tp, 1), table.cp)
-    heads = model.heads / table.tp + kv_heads  # a query and a key; an output and a value
-    return np.asarray(ELEMENT_BYTES[precision] * heads * sum(head_sizes(model)) * tokens)
-
-
-def context_rounds(table: LayoutTable, precision: str) -> Rounds:
-    """Rounds over cp in a block, each of the keys and values of all ranks once; and passes of Ulysses.
-
-    Ring: keys and values go round forward, and backward again with their gradients in a wide type, which go
-    one hop further. All-gather: once forward, again backward, and a reduce-scatter of gradients.
-    Recomputation repeats the forward ones.
-
-    Source: shared FORMULAE 3.5.
-    """
-    ratio = WIDE_BYTES[precision] / ELEMENT_BYTES[precision]
-    n = np.maximum(table.cp, 2)
-    ring, gather = (
-        table.cp_kind == CONTEXT_KINDS.index("ring"),
-        table.cp_kind == CONTEXT_KINDS.index("all_gather"),
-    )
-    once = np.where(ring | gather, 1.0, 0.0)
-    backward = np.where(ring, 1 + ratio * n / (n - 1), np.where(gather, 2.0, 0.0))
-    again = np.where(table.recompute > 0, 1.0 / table.recompute_every, 0.0)
-    trades = np.where(table.cp_kind == CONTEXT_KINDS.index("ulysses"), 2.0 + again, 0.0)
-    return Rounds(once, backward + again * once, trades)
-
-
-def _document_flows(job: Job, table: LayoutTable) -> Iterator[Flow]:
-    """Where documents begin, told to all ranks of cp."""
-    packed = (table.cp > 1) & (job.packing == "documents")
-    count = np.where(packed, 1.0 * table.microbatches * table.chunks, 0.0)
-    size = count * (1.0 * ID_BYTES * table.micro_batch * job.seq)
-    yield Flow("cp", "all_gather", table.cp, _whole(count), _whole(size))
-
-
-def _context_flows(model: ModelSpec, job: Job, table: LayoutTable, blocks: Floats) -> list[Flow]:
-    tokens = table.micro_batch * job.seq / table.cp
-    rounds = context_rounds(table, job.precision)
-    each = table.microbatches * blocks
-    own = keys_and_values(model, job.precision, table, tokens)
-    payload = own * table.cp
-    again = np.where(table.recompute > 0, 1.0 / table.recompute_every, 0.0)
-    ring = np.where(table.cp_kind == CONTEXT_KINDS.index("ring"), each * (table.cp - 1), 0.0)
-    back = np.where(ring > 0, ring * (1 + again) + each * table.cp, 0.0)
-    gathered = table.cp_kind == CONTEXT_KINDS.index("all_gather")
-    gathers = np.where(gathered, each * (2 + again), 0.0)
-    scatters = np.where(gathered, each, 0.0)
-    trades = traded_heads(model, job.precision, table, tokens) * each * rounds.trades
-    amounts = (
-        ("send", ring * rounds.forward, ring * rounds.forward * own),
-        ("send", back, ring * rounds.backward * own),
-        ("all_gather", gathers, gathers * payload),
-        ("reduce_scatter", scatters, scatters * payload),
-        ("all_to_all", 4 * each * rounds.trades, trades),
-    )
-    return [Flow("cp", name, table.cp, _whole(count), _whole(size)) for name, count, size in amounts]
-
-
 # pp
 
 
@@ -399,8 +296,8 @@ def _stage_flows(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | 
     if stage is not None:
         turns = np.isin(table.schedule, V_CODES) & (stage.rank == table.pp - 1)
         each = each - stage.embedding - stage.head - np.where(turns, 2, 0)
-    sends = _whole(np.where(table.pp > 1, table.microbatches * each, 0))
-    return [Flow("pp", "send", table.pp, sends, _whole(sends * vector))]
+    sends = rounded(np.where(table.pp > 1, table.microbatches * each, 0))
+    return [Flow("pp", "send", table.pp, sends, rounded(sends * vector))]
 
 
 def tied_flows(model: ModelSpec, job: Job, table: LayoutTable, stage: Stage | None = None) -> Iterator[Flow]:

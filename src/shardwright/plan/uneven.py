@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from shardwright.layout import SCHEDULE_NAMES
 from shardwright.model import ModelSpec
 from shardwright.plan.activations import Kind
+from shardwright.plan.block_kinds import BlockKinds
 from shardwright.plan.flights import More
-from shardwright.plan.holdings import BlockKinds, Means
+from shardwright.plan.holdings import Means
 from shardwright.plan.schedule import FORWARD, FULL, INPUT, WEIGHT, rank_order, why_not
 from shardwright.plan.splits import stage_layers
 from shardwright.plan.stages import TWO_WAY, Stage, expert_layers, ranks_stages

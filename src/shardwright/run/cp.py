@@ -42,7 +42,7 @@ def apply_cp(model: torch.nn.Module, mesh: DeviceMesh, kind: ContextKind) -> Non
     The model must then be given the tokens at this rank's ``positions`` alone. Per block and microbatch: ring
     degree - 1 sends of keys and values forward, as many backward, and degree of their gradients; all-gather,
     one all-gather forward, one more and a reduce-scatter backward; Ulysses, four all-to-alls each way;
-    plan/traffic.py predicts these. Ids of documents are gathered once a microbatch besides.
+    plan/context_traffic.py predicts these. Ids of documents are gathered once a microbatch besides.
     """
     attend = build_attend(kind, mesh.get_group())
     for module in model.modules():

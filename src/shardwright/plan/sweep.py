@@ -236,7 +236,7 @@ def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, ta
         if piece is not None:
             for part in evaluate(model, job, cluster, piece, below):
                 tally.add(part)
-    if few and _to_beat(grid.grid, tally) == np.inf:
+    if few and not tally.exhaustive and _to_beat(grid.grid, tally) == np.inf:
         _look_for_misses(model, job, cluster, left, tally)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from spaces import EXPERTS, MIXED, SPEC, alone, every_layout, rows_of, small_cluster
 
 import shardwright.plan.search as search_module
+import shardwright.plan.sweep as sweep_module
 from shardwright.cluster import cluster_of
 from shardwright.errors import JobError, NothingFitsError
 from shardwright.job import Job
@@ -32,6 +33,13 @@ def closed_forms(monkeypatch):
         return step_time(model, job, cluster, table_of(layouts, model.layers)).time if layouts else []
 
     monkeypatch.setattr(search_module, "simulated_times", times)
+
+
+def sweep_sizes(monkeypatch, few, tried, pieces):
+    """How large a grid is tried whole, how many cells of it first, and how many pieces are timed once."""
+    monkeypatch.setattr(sweep_module, "FEW_CELLS", few)
+    monkeypatch.setattr(sweep_module, "TRIED_CELLS", tried)
+    monkeypatch.setattr(sweep_module, "FEW_PIECES", pieces)
 
 
 def assert_ranked(found, limit):
@@ -81,9 +89,10 @@ def test_search_is_trying_every_layout_alone(ranks, batch, model):
     shape=st.sampled_from([(1, 4), (2, 2), (4, 4), (6, 6), (8, 4)]),
     memory=st.integers(MiB, 12 * MiB),
     precision=st.sampled_from(["bf16", "fp8", "fp32"]),
+    sizes=st.sampled_from([(4096, 512, 16), (4096, 8, 16), (0, 512, 0)]),
 )
-@example(EXPERTS, (2, 2), MiB, "bf16")  # two sequences at once fit, one by one their gradients do not
-def test_pruning_loses_nothing_that_is_best(model, shape, memory, precision):
+@example(EXPERTS, (2, 2), MiB, "bf16", (0, 512, 0))  # two sequences at once fit, one by one gradients do not
+def test_pruning_loses_nothing_that_is_best(model, shape, memory, precision, sizes):
     """Before finalists are simulated: the step of the best that runs and of the best of all, and the nearest
     and the farthest miss unless they were too slow to be looked at."""
     ranks, batch = shape
@@ -91,6 +100,7 @@ def test_pruning_loses_nothing_that_is_best(model, shape, memory, precision):
     every = search(model, job, cluster, exhaustive=True)
     with pytest.MonkeyPatch.context() as patch:
         closed_forms(patch)
+        sweep_sizes(patch, *sizes)
         found = search(model, job, cluster)
     assert found.considered == every.considered
     assert every.evaluated == every.feasible + every.rejected.get("out_of_memory", 0) >= found.evaluated
@@ -236,10 +246,12 @@ def test_the_nearest_miss_is_the_smallest():
 
 
 @pytest.mark.parametrize("share", [0.999, 0.25])  # a bound from below lets some pass, or none
+@pytest.mark.parametrize("sizes", [(4096, 512, 16), (0, 512, 0)], ids=["whole", "by the least"])
 @pytest.mark.parametrize("model", [SPEC, EXPERTS, MIXED], ids=["dense", "experts", "mixed"])
-def test_where_nothing_fits_the_nearest_miss_is_that_of_all(model, share):
+def test_where_nothing_fits_the_nearest_miss_is_that_of_all(model, share, sizes, monkeypatch):
     job, cluster = Job(seq=64, global_batch=8), small_cluster(8, 6 * GiB)
     least = search(model, job, cluster, exhaustive=True).device.min()
+    sweep_sizes(monkeypatch, *sizes)
     found = search(model, job, cluster, max_memory=share * least)
     assert len(found.best) == 0
     assert found.misses.device.min() == pytest.approx(least, rel=1e-9)

@@ -32,7 +32,7 @@ class Link(Description):
     ll128_latency: Seconds = Field(
         default=0.0,
         ge=0,
-        description="of a hop by NCCL's LL128, at most of the bandwidth, which NVLink nodes have; 0: none",
+        description="of a hop of a ring by NCCL's LL128, at 0.92 of the bandwidth; 0: it has none",
     )
     start: Seconds = Field(default=0.0, ge=0, description="of a collective, whatever its size")
     ramp: Seconds = Field(

@@ -9,9 +9,16 @@ from spaces import EXPERTS, MIXED, SPEC, alone, every_layout, rows_of, small_clu
 import shardwright.plan.search as search_module
 import shardwright.plan.sweep as sweep_module
 from shardwright.cluster import cluster_of
-from shardwright.errors import JobError, NothingFitsError
+from shardwright.errors import JobError, LayoutError, NothingFitsError
 from shardwright.job import Job
-from shardwright.layout import KEPT_BY_SELECTIVE, RECOMPUTE_KINDS, Layout, faults, model_faults
+from shardwright.layout import (
+    KEPT_BY_SELECTIVE,
+    OFFLOAD_KINDS,
+    RECOMPUTE_KINDS,
+    Layout,
+    faults,
+    model_faults,
+)
 from shardwright.model import preset
 from shardwright.plan.explain import predict
 from shardwright.plan.finding import find
@@ -290,9 +297,33 @@ def test_a_limit_that_is_no_amount_of_memory(limit):
         find(SPEC, Job(seq=64, global_batch=8), cluster_of("h100-sxm", 8), {}, limit)
 
 
-def test_the_document_agrees_with_the_plan_and_with_itself():
+@pytest.mark.parametrize("limit", ["44 GiB", "48 GiB", "52 GiB", "56 GiB"])
+def test_what_fits_is_no_miss(limit):
+    """Nearly all of a small model fits, and of the layouts that do not none is looked at."""
+    job, cluster = Job(seq=2048, global_batch=64), cluster_of("h100-sxm", 8)
+    found = find(preset("llama-3.2-1b"), job, cluster, {}, limit)
+    assert "fits the device" not in found.document["rejected_notes"].get("out_of_memory", "")
+
+
+def test_only_what_runs_counts_what_is_only_modelled():
+    """Each column of these runs, and not all together."""
     model, job, cluster = preset("llama-3.1-8b"), Job(seq=4096, global_batch=64), cluster_of("h100-sxm", 8)
-    found = find(model, job, cluster, {}, top=3)
+    document = find(model, job, cluster, {}, "24 GiB", ranking="runnable_only").document
+    assert document["considered"] == (
+        document["feasible"] + document["pruned"] + sum(document["rejected"].values())
+    )
+    assert document["feasible"] == document["feasible_runnable"]
+    assert "is only modelled" in document["rejected_notes"]["only_modelled"]
+    both = {"recompute": RECOMPUTE_KINDS.index("full"), "offload": OFFLOAD_KINDS.index("activations")}
+    assert find(model, job, cluster, both).document["feasible"] > 0
+    with pytest.raises(LayoutError, match=r"nothing of it fits: .*is only modelled"):
+        find(model, job, cluster, both, ranking="runnable_only")
+
+
+@pytest.mark.parametrize("ranking", ["runnable_first", "runnable_only", "time"])
+def test_the_document_agrees_with_the_plan_and_with_itself(ranking):
+    model, job, cluster = preset("llama-3.1-8b"), Job(seq=4096, global_batch=64), cluster_of("h100-sxm", 8)
+    found = find(model, job, cluster, {}, top=3, ranking=ranking)
     document, best = found.document, found.best
     assert len(document["best"]) == 3
     assert document["considered"] == (

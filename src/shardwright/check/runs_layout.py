@@ -79,8 +79,8 @@ def layout_of_row(row: Row, model: ModelSpec, known: KnownProgram, assumed: list
 
 
 def filled_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Stages filled one after the other, as DeepSpeed shares out layers of equal weight: the last has what is
-    left. Source: bigscience-workshop/bigscience train/tr11-176B-ml/chronicles-prequel.md, "Re-do"."""
+    """Stages filled one by one, as DeepSpeed shares out layers of equal weight: the last have what is left.
+    Source: bigscience-workshop/bigscience train/tr11-176B-ml/chronicles-prequel.md, "Re-do"."""
     most = -(-layers // stages)
     return tuple(min(max(layers - most * stage, 0), most) for stage in range(stages))
 

@@ -56,7 +56,7 @@ def fit_link(curves: Sequence[Curve], base: Link, rings_alone: bool, one_per_nod
     Errors are weighted alike at all sizes. What a launch takes, ``base`` says: times of groups of one size
     cannot tell it from hops. ``rings_alone``: gloo, whose times are sums of these constants; NCCL's are of
     the cheapest of several algorithms, for which the sums are where to begin.
-    ``one_per_node``: whether groups lie so.
+    ``one_per_node``: whether groups lie so. What LL128 does is in the others, fitted without it.
     """
     points = [
         Point(curve.collective, curve.ranks, size, time)

@@ -216,7 +216,9 @@ def _link(classes: Classes, size: int, most: int, kind: Device, pcie: float) -> 
         blocks = [range(at, at + size) for at in range(0, len(classes), size)]
         rate = level_bandwidth(classes, blocks, kind)
         latency, small = NVLINK_HOP
-        return Link(bandwidth=rate, latency=latency, small_latency=small, start=start) if rate else None
+        lines = kind.intra_link.ll128_latency
+        link = {"latency": latency, "small_latency": small, "ll128_latency": lines, "start": start}
+        return Link(bandwidth=rate, **link) if rate else None
     seen = [
         classes[a][b]
         for a in range(len(classes))

@@ -31,6 +31,9 @@ Wishes = Mapping[str, int | Sequence[int] | None]
 """Columns of the table that the user has given: one value or the allowed ones; None leaves one free."""
 
 Ranking = Literal["runnable_first", "runnable_only", "time"]
+
+ONLY_MODELLED = "only_modelled"
+"""Why a layout that fits is out, where only what runs is asked for."""
 """Of what fits: what the runtime executes before what is only modelled, alone, or all as one; by time."""
 
 MOST_ROWS_TO_CHOOSE_FROM = 10_000
@@ -67,7 +70,7 @@ def find(
         ranking = "time"
     result = search(model, job, cluster, given, limit)
     if ranking == "runnable_only":
-        result = _what_runs(result)
+        result = _what_runs(model, job, result)
     check_fits(model, job, cluster, result, given, limit)
     if ranking == "time":
         result = replace(result, best=_by_time(result))
@@ -78,10 +81,26 @@ def find(
     return Finding(plan_of(model, job, cluster, result.layout(int(result.best[0]))), document)
 
 
-def _what_runs(result: SearchResult) -> SearchResult:
-    """Without layouts of which each column runs and not all together."""
+def _what_runs(model: ModelSpec, job: Job, result: SearchResult) -> SearchResult:
+    """Without layouts of which each column runs and not all together.
+
+    Raises: LayoutError: no others fit.
+    """
     runs = result.runs(result.best)
-    return replace(result, best=result.best[runs], feasible=result.feasible_runnable)
+    if runs.all():
+        return result
+    modelled = result.layout(int(result.best[np.argmin(runs)]))
+    reasons = "; ".join(not_runnable_reasons(model, job, modelled))
+    if not runs.any():
+        raise LayoutError(f"only what runs is asked for, and nothing of it fits: {reasons}")
+    count = result.feasible - result.feasible_runnable
+    return replace(
+        result,
+        best=result.best[runs],
+        feasible=result.feasible_runnable,
+        rejected={**result.rejected, ONLY_MODELLED: count},
+        notes={**result.notes, ONLY_MODELLED: f"fits and does not run: {reasons}"},
+    )
 
 
 def columns_asked(model: ModelSpec, job: Job, fixed: Wishes, ranking: Ranking) -> dict[str, Sequence[int]]:

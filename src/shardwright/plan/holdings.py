@@ -2,7 +2,7 @@
 
 Which units are gathered, whose gradients wait unreduced, and which buffers live follows the runtime
 (run/step.py, run/dp.py) and torch's ``fully_shard``, torch/distributed/fsdp/_fully_shard of torch 2.13
-(_fsdp_param_group.py, _fsdp_collectives.py). plan/moments.py puts it together moment by moment.
+(_fsdp_param_group.py, _fsdp_collectives.py). plan/rank_moments.py puts it together moment by moment.
 """
 
 from collections.abc import Mapping, Sequence

@@ -53,7 +53,7 @@ class SearchResult:
 
     ``best`` indexes those of ``kept`` that fit: runnable ones first, then by time. ``pruned`` layouts are
     slower than the best and were not evaluated. ``misses`` are the nearest and the farthest of what does not
-    fit; where others fit, of what was evaluated.
+    fit; where others fit, of what was looked at.
     """
 
     kept: Kept
@@ -247,10 +247,10 @@ def _constraint_note(
 
 
 def _memory_note(model: ModelSpec, job: Job, cluster: Cluster, result: SearchResult) -> str:
-    """How far the layouts that do not fit are from fitting: the nearest and the farthest. Where others fit,
-    slow ones were not looked at, and the farthest is none of those that were."""
+    """How far the layouts that do not fit are from fitting: the nearest, and, where none fits, the farthest;
+    where others fit, the search has not looked at all that do not."""
     sentences, count = [], len(result.misses.time)
-    for row in range(min(count, 1) if len(result.best) and result.pruned else count):
+    for row in range(min(count, 1) if len(result.best) else count):
         one = result.misses.table.take(np.array([row]))
         ledger = memory_ledger(model, job, cluster.device, one)
         sentences.append(describe_miss(one.layout(0, model.layers), ledger, 0, result.limit))

@@ -214,7 +214,7 @@ def _by_running(grid: Timed, tally: Tally) -> Iterator[Timed]:
 def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, tally: Tally) -> None:
     below = SLOWEST * _to_beat(grid.grid, tally)
     left = grid.pruned(below)
-    few = below < np.inf or prod(shape_of_cells(grid.grid)) <= FEW_CELLS
+    few = not tally.exhaustive and (below < np.inf or prod(shape_of_cells(grid.grid)) <= FEW_CELLS)
     if left is not None and few:
         left = at_their_pace(model, left).pruned(below)
     if left is None:
@@ -236,7 +236,7 @@ def _evaluate_part(model: ModelSpec, job: Job, cluster: Cluster, grid: Timed, ta
         if piece is not None:
             for part in evaluate(model, job, cluster, piece, below):
                 tally.add(part)
-    if few and not tally.exhaustive and _to_beat(grid.grid, tally) == np.inf:
+    if few and _to_beat(grid.grid, tally) == np.inf:
         _look_for_misses(model, job, cluster, left, tally)
 
 

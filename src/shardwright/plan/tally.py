@@ -97,13 +97,14 @@ class Tally:
 
     def _add_misses(self, part: Evaluated, fits: NDArray[np.bool_]) -> None:
         """The nearest and the farthest of what does not fit."""
-        nearest = int(np.argmin(np.where(fits, np.inf, part.device)))
-        farthest = int(np.argmax(np.where(part.device < NO_ROOM, part.device, -np.inf)))
-        if part.device.flat[nearest] < self.nearest:
-            self.nearest = float(part.device.flat[nearest])
+        near = np.where(fits, np.inf, part.device)
+        far = np.where(fits | (part.device >= NO_ROOM), -np.inf, part.device)
+        nearest, farthest = int(np.argmin(near)), int(np.argmax(far))
+        if near.flat[nearest] < self.nearest:
+            self.nearest = float(near.flat[nearest])
             self.misses[0] = kept_rows(part, np.array([nearest]))
-        if part.device.flat[farthest] > self.farthest:
-            self.farthest = float(part.device.flat[farthest])
+        if far.flat[farthest] > self.farthest:
+            self.farthest = float(far.flat[farthest])
             self.misses[1] = kept_rows(part, np.array([farthest]))
 
     def kept(self) -> Kept:

@@ -64,7 +64,7 @@ that its prior is narrow."""
 PROGRAM_CONSTANTS: Mapping[str, float] = {
     "attention_rate": 0.2, "newer_rate": 0.3, "light_traffic": 0.3, "score_traffic": 0.4, "casts": 0.6,
     "expert_launches": 0.7, "tp_exposed": 0.4, "data_hidden": 0.7, "stage_hidden": 0.7, "data_bandwidth": 1.5,
-    "narrow_rate": 0.25, "launches": 0.5, "ep_hidden": 0.7,
+    "narrow_rate": 0.25, "launches": 0.5, "ep_hidden": 0.7, "host_factor": 0.3, "chunk_wait": 0.5,
 }  # fmt: skip
 """Differences of programs. Shares that hide are fitted by what does not, 1 - share."""
 
@@ -76,6 +76,7 @@ CARD = 0.1
 """Part of the variance of a device's own constants that cards of one chip do not share."""
 
 HIDDEN = ("data_hidden", "stage_hidden", "ep_hidden")
+TIMES = ("chunk_wait",)
 SHARES = ("tp_exposed", "data_bandwidth")
 NOISE = 0.06
 HUBER = 1.0
@@ -106,6 +107,8 @@ def program_keys(case: Case) -> list[Key]:
         "casts": case.job.precision == "fp8",
         "narrow_rate": case.job.precision == "fp8" and "narrow_rate" in set_by,
         "expert_launches": case.model.moe is not None and program.expert_launches > 0,
+        "host_factor": case.model.moe is not None and program.host_factor > 1,
+        "chunk_wait": layout.pp > 1 and program.chunk_wait > 0,
         "tp_exposed": layout.tp > 1 and program.tp_exposed < 1,
         "data_hidden": layout.pp == 1 and layout.dp * layout.cp > 1 and program.data_hidden > 0,
         "stage_hidden": layout.pp > 1 and layout.dp * layout.cp > 1 and program.stage_hidden > 0,
@@ -405,6 +408,12 @@ def write_devices(data: Data, whole: Fitted, errors: np.ndarray) -> None:
         path.write_text(f"{text}\n\n[fit]\n{tomli_w.dumps(fitted)}", encoding="utf-8")
 
 
+def as_written(program: Program, name: str) -> float | str:
+    """A program's constant as its file has it."""
+    value = float(getattr(program, name))
+    return f"{value * 1e3:.2f} ms" if name in TIMES else round(value, 3)
+
+
 def write_programs(whole: Fitted) -> None:
     """The groups ``fitted`` and ``fitted_variants`` of the files of programs."""
     for path in sorted(PROGRAMS.glob("*.toml")):
@@ -414,11 +423,11 @@ def write_programs(whole: Fitted) -> None:
         for key, value in sorted(whole.theta.items()):
             factor = float(np.exp(value))
             if key[:2] == ("program", known.name):
-                fitted[key[-1]] = round(getattr(changed_program(plain, key[-1], factor), key[-1]), 3)
+                fitted[key[-1]] = as_written(changed_program(plain, key[-1], factor), key[-1])
             elif key[:2] == ("variant", known.name):
                 before = plain.model_copy(update=known.variants[key[2]])
                 after = changed_program(before, key[-1], factor)
-                variants[key[2]][key[-1]] = round(getattr(after, key[-1]), 3)
+                variants[key[2]][key[-1]] = as_written(after, key[-1])
         values = known.model_dump(context=AS_TEXT) | {"fitted": fitted, "fitted_variants": dict(variants)}
         path.write_text(tomli_w.dumps(values, multiline_strings=True), encoding="utf-8")
 

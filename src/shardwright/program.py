@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from shardwright.description import Bytes, Description, nearest
+from shardwright.description import Bytes, Description, Seconds, nearest
 from shardwright.errors import JobError, ShardwrightError
 
 PROGRAMS = Path(__file__).parent / "data" / "programs"
@@ -62,6 +62,10 @@ class Program(Description):
     expert_launches: NonNegativeFloat = Field(
         default=0.0, description="for each expert of a rank in a forward pass, where no kernel does them all"
     )
+    host_factor: PositiveFloat = Field(
+        default=1.0,
+        description="the host's time for a launch, over the device's: a block with experts takes as long",
+    )
     trades_own: bool = Field(
         default=False, description="where tp splits experts: ranks trade their own tokens, and gather then"
     )
@@ -80,8 +84,11 @@ class Program(Description):
     stage_hidden: float = Field(
         default=0.0, ge=0, le=1, description="the same of a pipeline's gradients, under its last microbatch"
     )
-    hops_block: bool = Field(
-        default=False, description="ranks of an interleaved pipeline wait for what they send and receive"
+    chunk_wait: Seconds = Field(
+        default=0.0,
+        ge=0,
+        description="of a microbatch for each chunk of a rank beyond the first: what was exchanged is waited "
+        "for, and the host starts anew",
     )
     hops_split: bool = Field(
         default=False, description="ranks of tp each pass on a part of what all have, and gather it then"

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.job import Job
@@ -146,6 +146,8 @@ def test_parts_add_up_to_the_closed_form(interval, save, restart, mtbf):
 
 @settings(deadline=None)
 @given(interval=st.floats(1, 1e4), save=SAVES, restart=RESTARTS, mtbf=MTBFS, more=st.floats(1, 10))
+@example(interval=6024.0, save=1000.0, restart=5e-324, mtbf=100.0, more=10.0)
+@example(interval=6012.0, save=978.0, restart=34.0, mtbf=100.0, more=10.0)
 def test_worse_is_never_faster(interval, save, restart, mtbf, more):
     base = run_time(1e6, interval, save, restart, mtbf).total
     limit = base * (1 - 1e-12)

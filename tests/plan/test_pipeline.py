@@ -49,8 +49,8 @@ def layout_of(schedule: str, ends: int = 0) -> Layout:
     )
 
 
-def closed_form(model: ModelSpec, layout: Layout) -> float:
-    return float(step_time(model, JOB, CLUSTER, table_of([layout], model.layers)).bubble[0])
+def closed_form(model: ModelSpec, layout: Layout, job: Job = JOB) -> float:
+    return float(step_time(model, job, CLUSTER, table_of([layout], model.layers)).bubble[0])
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZB-H1"])
@@ -163,19 +163,15 @@ def test_the_ends_may_have_no_layer():
         Layout.checked(layout.model_dump() | {"stage_layers": (1, 0, *[1] * 14, 1, 1)})
 
 
-def test_hops_that_block_are_in_the_step():
-    """Of an interleaved rank once for each forward with its backward; 1F1B waits for them as it is."""
-    model, layout = model_of(vocab=2), layout_of("Interleaved1F1B")
-    table = table_of([layout], model.layers)
-    hop = float(hop_time(model, JOB, table, routes_of(CLUSTER, table))[0])
-    plain, blocked = (
-        simulated_bubble(model, job, CLUSTER, layout) for job in (JOB, with_program(hops_block=True))
-    )
-    assert blocked - plain == pytest.approx(2 * 16 * hop, rel=0.35)
-    one = layout_of("1F1B")
-    assert simulated_bubble(model, with_program(hops_block=True), CLUSTER, one) == pytest.approx(
-        simulated_bubble(model, JOB, CLUSTER, one)
-    )
+@pytest.mark.parametrize(("schedule", "chunks"), [("Interleaved1F1B", 2), ("1F1B", 1)])
+def test_each_chunk_of_a_microbatch_waits_for_its_exchange(schedule, chunks):
+    """16 microbatches, and once more for each of the three other ranks, whose chunks fill and drain."""
+    model, layout, wait = model_of(vocab=2), layout_of(schedule), 1e-3
+    slow = with_program(chunk_wait=wait)
+    plain, waiting = (simulated_bubble(model, job, CLUSTER, layout) for job in (JOB, slow))
+    assert waiting - plain == pytest.approx((16 * chunks + 3) * wait, rel=1e-6)
+    closed = [closed_form(model, layout, job) for job in (JOB, slow)]
+    assert closed[1] - closed[0] == pytest.approx(waiting - plain, rel=1e-6)
 
 
 def test_ranks_of_tp_send_a_part_each():

@@ -218,9 +218,10 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
     attention = attention_times(
         model, job.seq, job.precision, device, job.program, work.tokens, work.tp, work.cp, work.cp_kind
     )
+    launched: list[Floats | float] = [kernels * launch for kernels in light.kernels]
     moved = [
         per_element * work.tokens * (light.shared[way] / work.by_sequence + light.split[way] / work.tp)
-        + light.kernels[way] * launch
+        + launched[way]
         for way in (0, 1)
     ]
     forward, back = split.forward + whole.forward, split.input_gradients + whole.input_gradients
@@ -233,11 +234,17 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
         experts = routed.forward + permuted[0]
         mine = model.moe.experts / work.ep if model.moe else 0.0
         apart = launch * job.program.expert_launches * mine * (2 if job.precision == "fp8" else 1)
+        launched = [launched[0] + apart, launched[1] + 2 * apart]
         permuted = [permuted[0] + apart, permuted[1] + 2 * apart]
         moved = [each + more for each, more in zip(moved, permuted, strict=True)]
         forward, back = forward + routed.forward, back + routed.input_gradients
         weights = weights + routed.weight_gradients
     forward = forward + attention.forward + moved[0]
+    backward = back + weights + attention.backward + moved[1]
+    if kind == "experts" and job.program.host_factor > 1:
+        hosts = [job.program.host_factor * each for each in launched]
+        late = np.maximum(hosts[0] - forward, 0.0)
+        forward, backward, experts = forward + late, np.maximum(backward, hosts[1]), experts + late
     repeated = {
         "light": moved[0],
         "attention": attention.forward,
@@ -246,7 +253,7 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
     ends_in_product = kind == "dense" and model.norm_placement == "pre"
     return BlockTimes(
         forward=forward,
-        backward=back + weights + attention.backward + moved[1],
+        backward=backward,
         attention=attention.forward,
         attention_backward=attention.backward,
         weight_gradients=weights,

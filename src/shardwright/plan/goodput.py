@@ -34,8 +34,9 @@ class RunTime(NamedTuple):
 
     @property
     def total(self) -> Floats:
-        """The whole run."""
-        return np.asarray(self.work + self.checkpoints + self.rework + self.restarts)
+        """The whole run; infinite on overflow."""
+        with np.errstate(over="ignore"):
+            return np.asarray(self.work + self.checkpoints + self.rework + self.restarts)
 
     @property
     def goodput(self) -> Floats:
@@ -136,7 +137,9 @@ def run_time(
             work=w,
             checkpoints=saves * c,
             rework=saves * m * _expm1_minus((t + c) / m),
-            restarts=np.where(r > 0, saves * failures * m * np.expm1(r / m), 0.0),
+            restarts=np.where(
+                r > 0, saves * np.where(np.isinf(failures), np.inf, failures * m * np.expm1(r / m)), 0.0
+            ),
         )
 
 

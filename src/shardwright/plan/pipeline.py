@@ -105,7 +105,7 @@ class _Order(NamedTuple):
     chunks: int
     microbatches: int
     waits: bool
-    blocks: bool  # hops do
+    wait: float  # of a rank for exchanges, for each chunk of a microbatch [s]
     fills: bool
 
 
@@ -134,9 +134,9 @@ def _pipelines(
     found = []
     for order, rows in alike.items():
         times = _stage_times(model, [layouts[row] for row in rows], _rows(parts, rows, len(layouts)))
-        blocks, fills = program.hops_block and order[2] > 1, program.fills and order[0] in FILLED
+        wait, fills = program.chunk_wait, program.fills and order[0] in FILLED
         between = hops.between_stages(rows, layouts[rows[0]])
-        found.append(_Pipeline(_Order(*order, program.waits, blocks, fills), rows, times, between))
+        found.append(_Pipeline(_Order(*order, program.waits, wait, fills), rows, times, between))
     return _Pipelines(len(layouts), found)
 
 
@@ -159,7 +159,7 @@ def _bubbles(jobs: Sequence[_Pipelines]) -> list[Floats]:
 def _idle(order: _Order, times: StageTimes, hops: Floats) -> Floats:
     """Of the busiest rank [s]. Where weight gradients fill, what forwards and backwards alone take longer."""
     schedule, pp, chunks, microbatches = order[:4]
-    run = _blocked(times, hops) if order.blocks else times
+    run = _waiting(times, order.wait) if order.wait else times
     if order.fills:
         run = run._replace(weight_grad=np.zeros(np.shape(run.weight_grad)))
     whole = makespans(schedule, pp, chunks, microbatches, run, hops, waits=order.waits)
@@ -174,12 +174,10 @@ def _idle(order: _Order, times: StageTimes, hops: Floats) -> Floats:
     return np.asarray(np.maximum(idle, 0.0) if order.fills else idle)
 
 
-def _blocked(times: StageTimes, hops: Floats) -> StageTimes:
-    """Stages whose ranks do nothing else while a microbatch goes on and another's gradient back, together: as
-    long as the slowest hop takes."""
+def _waiting(times: StageTimes, wait: float) -> StageTimes:
+    """Stages whose rank waits for so long [s] for what each microbatch exchanges, half of it each way."""
     forward, inputs, weight, backward = (np.asarray(part) for part in times[:4])
-    half = _column(hops.max(axis=1) / 2)
-    return StageTimes(forward + half, inputs + half, weight, backward + half)
+    return StageTimes(forward + wait / 2, inputs + wait / 2, weight, backward + wait / 2)
 
 
 def simulated_bubble(model: ModelSpec, job: Job, cluster: Cluster, layout: Layout) -> float:

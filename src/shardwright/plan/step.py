@@ -253,11 +253,11 @@ def idle_time(
 
     uneven, hop = stage_unevenness(table, model), hop_time(model, job, table, routes)
     busy, forward, weight = pace
-    times = (forward * uneven, (busy - forward - weight) * uneven, weight * uneven, hop)
+    wait = table.chunks * job.program.chunk_wait
+    ahead, back = forward + wait / 2, busy - forward - weight + wait / 2
+    times = (ahead * uneven, back * uneven, weight * uneven, hop)
     bubble = by_schedule(table.schedule, idle, table.pp, table.chunks, table.microbatches, *times)
-    if job.program.hops_block:
-        bubble = bubble + np.where(table.chunks > 1, table.microbatches * table.chunks * hop, 0.0)
-    return bubble
+    return bubble + table.microbatches * wait
 
 
 def updated_elements(

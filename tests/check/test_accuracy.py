@@ -54,8 +54,8 @@ def sizes():
         pytest.param("megatron-sc21", 0.05, 0.14, id="Narayanan 2021"),
         pytest.param("llm-foundry", 0.04, 0.11, id="llm-foundry"),
         pytest.param("torchtitan", 0.05, 0.15, id="torchtitan"),
-        pytest.param("bigscience-a100", 0.04, 0.14, id="BigScience"),
-        pytest.param("zero-bubble", 0.04, 0.15, id="zero bubble"),
+        pytest.param("bigscience-a100", 0.04, 0.12, id="BigScience"),
+        pytest.param("zero-bubble", 0.04, 0.09, id="zero bubble"),
     ],
 )
 def test_step_times_of_a_source_are_within_its_bound(by_source, source, median, p90):
@@ -81,7 +81,10 @@ def test_peak_memory_of_a_kind_is_within_its_bound(document, kind, median, p90):
 def test_all_runs_within_the_bound_of_the_whole_table(document):
     assert document["step_time"]["median"] <= 0.05
     assert document["step_time"]["p90"] <= 0.14
-    assert document["sweeps"]["mean_tau"] >= 0.5
+    sweeps = document["sweeps"]
+    assert sweeps["mean_tau"] >= 0.75
+    assert sweeps["mean_regret"] <= 0.02
+    assert sweeps["worst_regret"] <= 0.10
 
 
 def test_rows_with_the_whole_layout_are_predicted(document):
@@ -187,6 +190,14 @@ def test_what_a_megatron_does_by_its_year(rows, sizes):
     assert [program.tp_exposed < 1 for program in programs] == [True, False, False, True]
     assert [program.hops_split for program in programs] == [True, False, False, True]
     assert [program.fills for program in programs] == [False, False, False, True]
+
+
+def test_a_clusters_slow_host_goes_by_its_network(rows, sizes):
+    """chronicles-prequel.md has the step as long with CUDA_LAUNCH_BLOCKING=1 (-004) as without (-121)."""
+    runs = ("bigscience-a100-004", "bigscience-a100-121", "megatron-sc21-007")
+    programs = [case_of_row(rows[run], sizes).job.program for run in runs]
+    assert programs[0] == programs[1] != programs[2]
+    assert programs[0].launches > 1 == programs[2].launches
 
 
 def test_heads_that_a_sources_other_tables_state():

@@ -12,6 +12,7 @@ from shardwright.job import Job
 from shardwright.model import ModelSpec, preset, preset_names
 from shardwright.plan.attention import BACKWARD_ATTENTION, attended_lengths, head_sizes
 from shardwright.plan.compute import (
+    BlockTimes,
     Work,
     block_times,
     embedding_times,
@@ -22,6 +23,7 @@ from shardwright.plan.compute import (
 )
 from shardwright.plan.counts import active_parameters
 from shardwright.plan.params import BLOCK, parameter_table
+from shardwright.program import Program
 
 
 def tokens_per_second(tflops_per_s, model, seq, convention):
@@ -219,6 +221,28 @@ def test_kernels_of_a_block():
     found = block_times(LLAMA, JOB.model_copy(update={"precision": "fp32"}), quick, work())
     assert found.forward / CPU.launch == pytest.approx(22)
     assert found.backward / CPU.launch == pytest.approx(48)
+
+
+def test_a_block_with_experts_takes_what_launching_it_takes_the_host():
+    """Where the device has less to do: so many times what it adds, 128 experts of a rank among it."""
+    model = preset("qwen3-30b-a3b")
+
+    def times(tokens: float, factor: float, each: float = 3.0) -> BlockTimes:
+        program = Program(expert_launches=each, host_factor=factor)
+        job = JOB.model_copy(update={"program": program})
+        return block_times(model, job, H100, work(tokens), "experts")
+
+    plain, twice, fourfold = (times(8.0, factor) for factor in (1.0, 2.0, 4.0))
+    assert fourfold.forward == pytest.approx(2 * twice.forward)
+    assert fourfold.backward == pytest.approx(2 * twice.backward)
+    one_more = times(8.0, 2.0, 4.0)
+    assert one_more.forward - twice.forward == pytest.approx(2 * 128 * H100.launch)
+    assert one_more.backward - twice.backward == pytest.approx(2 * 2 * 128 * H100.launch)
+    late = twice.forward - plain.forward
+    assert late > 0
+    assert twice.experts - plain.experts == pytest.approx(late)
+    assert twice.recompute_full - plain.recompute_full == pytest.approx(late)
+    assert times(65536.0, 2.0) == times(65536.0, 1.0)
 
 
 # Layouts

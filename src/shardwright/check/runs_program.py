@@ -47,9 +47,9 @@ def _is_early(row: Row) -> bool:
 
 
 def options_of_row(row: Row, model: ModelSpec) -> str:
-    """A row's words on kernels, options and scaling recipe."""
-    words = [row["compile_or_attn"], row["precision"], row["note"], row["framework"], row["schedule"]]
-    words.append(row["interconnect"])
+    """A row's words on kernels, options, scaling recipe and network."""
+    stated = ("compile_or_attn", "precision", "note", "framework", "schedule", "interconnect")
+    words = [row[column] for column in stated]
     release = re.match(r"2[0-9]\.[0-9]{2}", row["release_or_date"])
     if model.attention_sinks and release and release[0] < FUSED_CLAMP:
         words.append("unfused clamp")

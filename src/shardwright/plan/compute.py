@@ -219,32 +219,31 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
         model, job.seq, job.precision, device, job.program, work.tokens, work.tp, work.cp, work.cp_kind
     )
     launched: list[Floats | float] = [kernels * launch for kernels in light.kernels]
-    moved = [
+    moved: list[Floats] = [
         per_element * work.tokens * (light.shared[way] / work.by_sequence + light.split[way] / work.tp)
-        + launched[way]
         for way in (0, 1)
     ]
     forward, back = split.forward + whole.forward, split.input_gradients + whole.input_gradients
     weights, experts = split.weight_gradients + whole.weight_gradients, np.asarray(0.0)
-    if kind == "experts":
+    if model.moe is not None and kind == "experts":
         sent = work.tokens / np.where(work.etp == 1, work.tp, 1)
         routed = expert_products(model, job, device, sent, work.ep, work.etp)
         copied = per_element * sent * expert_factor(job, work.ep)
         permuted = [copied * (light.routed[way] + light.hidden[way] / work.etp) for way in (0, 1)]
         experts = routed.forward + permuted[0]
-        mine = model.moe.experts / work.ep if model.moe else 0.0
-        apart = launch * job.program.expert_launches * mine * (2 if job.precision == "fp8" else 1)
+        each = launch * job.program.expert_launches * (2 if job.precision == "fp8" else 1)
+        apart = each * model.moe.experts / work.ep
         launched = [launched[0] + apart, launched[1] + 2 * apart]
-        permuted = [permuted[0] + apart, permuted[1] + 2 * apart]
-        moved = [each + more for each, more in zip(moved, permuted, strict=True)]
+        moved = [moved[0] + permuted[0], moved[1] + permuted[1]]
         forward, back = forward + routed.forward, back + routed.input_gradients
         weights = weights + routed.weight_gradients
+    moved = [moved[0] + launched[0], moved[1] + launched[1]]
     forward = forward + attention.forward + moved[0]
     backward = back + weights + attention.backward + moved[1]
-    if kind == "experts" and job.program.host_factor > 1:
-        hosts = [job.program.host_factor * each for each in launched]
-        late = np.maximum(hosts[0] - forward, 0.0)
-        forward, backward, experts = forward + late, np.maximum(backward, hosts[1]), experts + late
+    if kind == "experts" and job.program.host_factor > 1:  # the host launches meanwhile
+        late = np.maximum(job.program.host_factor * launched[0] - forward, 0.0)
+        forward, experts = forward + late, experts + late
+        backward = np.maximum(backward, job.program.host_factor * launched[1])
     repeated = {
         "light": moved[0],
         "attention": attention.forward,

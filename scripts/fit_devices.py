@@ -151,6 +151,7 @@ def changed_program(program: Program, name: str, factor: float) -> Program:
         value = 1 - min(max(1 - value, LEAST_HIDDEN) * factor, 1.0)
     else:
         value = min(value * factor, 1.0) if name in SHARES else value * factor
+        value = max(value, 1.0) if name == "host_factor" else value
     return program.model_copy(update={name: value})
 
 

@@ -62,8 +62,9 @@ class Program(Description):
     expert_launches: NonNegativeFloat = Field(
         default=0.0, description="for each expert of a rank in a forward pass, where no kernel does them all"
     )
-    host_factor: PositiveFloat = Field(
+    host_factor: float = Field(
         default=1.0,
+        ge=1,
         description="the host's time for a launch, over the device's: a block with experts takes as long",
     )
     trades_own: bool = Field(
@@ -87,8 +88,8 @@ class Program(Description):
     chunk_wait: Seconds = Field(
         default=0.0,
         ge=0,
-        description="of a microbatch for each chunk of a rank beyond the first: what was exchanged is waited "
-        "for, and the host starts anew",
+        description="of a microbatch in each chunk of a pipeline's rank: what was exchanged is waited for, "
+        "and the host starts anew",
     )
     hops_split: bool = Field(
         default=False, description="ranks of tp each pass on a part of what all have, and gather it then"

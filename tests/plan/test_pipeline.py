@@ -163,15 +163,34 @@ def test_the_ends_may_have_no_layer():
         Layout.checked(layout.model_dump() | {"stage_layers": (1, 0, *[1] * 14, 1, 1)})
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("Interleaved1F1B", 2), ("1F1B", 1)])
-def test_each_chunk_of_a_microbatch_waits_for_its_exchange(schedule, chunks):
-    """16 microbatches, and once more for each of the three other ranks, whose chunks fill and drain."""
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "none"])
+def test_each_chunk_of_a_microbatch_waits_for_its_exchange(schedule, fills):
+    """For each of 16 microbatches, and at most once more for each rank, as schedules fill and drain;
+    nothing fills a wait."""
     model, layout, wait = model_of(vocab=2), layout_of(schedule), 1e-3
-    slow = with_program(chunk_wait=wait)
-    plain, waiting = (simulated_bubble(model, job, CLUSTER, layout) for job in (JOB, slow))
-    assert waiting - plain == pytest.approx((16 * chunks + 3) * wait, rel=1e-6)
-    closed = [closed_form(model, layout, job) for job in (JOB, slow)]
-    assert closed[1] - closed[0] == pytest.approx(waiting - plain, rel=1e-6)
+    plain, waiting = (
+        simulated_bubble(model, with_program(chunk_wait=each, fills=fills), CLUSTER, layout)
+        for each in (0.0, wait)
+    )
+    assert waiting >= 16 * layout.chunks * wait - 1e-9
+    assert waiting - plain <= (16 + layout.pp) * layout.chunks * wait
+    if not fills:
+        assert waiting - plain >= 16 * layout.chunks * wait - 1e-9
+        closed = [closed_form(model, layout, job) for job in (JOB, with_program(chunk_wait=wait))]
+        assert closed[1] - closed[0] == pytest.approx(waiting - plain, rel=0.02)
+
+
+def test_layouts_without_a_pipeline_wait_for_none_beside_one_that_does():
+    model = model_of(vocab=2)
+    layouts = [
+        layout_of("Interleaved1F1B"), layout_of("1F1B"), Layout(tp=4, micro_batch=1, microbatches=16),
+    ]  # fmt: skip
+    table = table_of(layouts, model.layers)
+    plain, slow = (
+        step_time(model, job, CLUSTER, table).bubble for job in (JOB, with_program(chunk_wait=1e-3))
+    )
+    assert (slow > plain).tolist() == [True, True, False]
 
 
 def test_ranks_of_tp_send_a_part_each():

@@ -17,22 +17,26 @@ from shardwright.plan.evaluate import (
 from shardwright.plan.memory import device_memory
 from shardwright.plan.room import least_room
 from shardwright.plan.space import search_space
+from shardwright.program import Program
 
 TIED = SPEC.model_copy(update={"layers": 4, "tied_embeddings": True})
 GiB = 2**30
 
 
+OWN = Program()
+LATE = Program(expert_launches=2.0, host_factor=4.0, chunk_wait=2e-5)
 SPACES = {
-    "plain": (4, SPEC, "bf16"), "tied": (8, TIED, "bf16"), "experts": (4, EXPERTS, "fp32"),
-    "mixed": (4, MIXED, "bf16"),
+    "plain": (4, SPEC, "bf16", OWN), "tied": (8, TIED, "bf16", OWN), "experts": (4, EXPERTS, "fp32", OWN),
+    "mixed": (4, MIXED, "bf16", OWN), "late": (4, MIXED, "bf16", LATE),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=SPACES)
 def grids(request):
     """Model, job, cluster and the grids of a space, timed, with a device that has pools for its streams."""
-    ranks, model, precision = SPACES[request.param]
-    job, cluster = Job(seq=64, global_batch=4, precision=precision), small_cluster(ranks, 6 * GiB)
+    ranks, model, precision, program = SPACES[request.param]
+    job = Job(seq=64, global_batch=4, precision=precision, program=program)
+    cluster = small_cluster(ranks, 6 * GiB)
     timed = [least(model, job, cluster, grid) for grid in search_space(model, job, ranks).grids]
     return model, job, cluster, [with_shares(model, job, cluster, grid) for grid in timed]
 

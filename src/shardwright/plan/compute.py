@@ -133,7 +133,7 @@ class BlockTimes(NamedTuple):
     weight_gradients: Floats  # of backward: what a zero-bubble schedule can put off
     recompute_selective: Floats
     recompute_full: Floats
-    experts: Floats  # of forward: the routed experts
+    experts: Floats  # of forward: the routed experts, and what the host is late
 
 
 class _Light(NamedTuple):
@@ -205,7 +205,8 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
     Matrices that tp does not split work on the tokens that share norms. Experts: with etp = 1 each rank of tp
     sends off its own part of the tokens, else all together. Selective recomputation repeats what is
     memory-bound; full recomputation all but the down projection, which is repeated too where its output is
-    read again: by a norm behind it, or by the experts' weights.
+    read again: by a norm behind it, or by the experts' weights. A block with experts takes at least what its
+    launches take the host.
 
     Source: shared FORMULAE 5.
     """
@@ -231,8 +232,8 @@ def block_times(model: ModelSpec, job: Job, device: Device, work: Work, kind: Ki
         copied = per_element * sent * expert_factor(job, work.ep)
         permuted = [copied * (light.routed[way] + light.hidden[way] / work.etp) for way in (0, 1)]
         experts = routed.forward + permuted[0]
-        each = launch * job.program.expert_launches * (2 if job.precision == "fp8" else 1)
-        apart = each * model.moe.experts / work.ep
+        of_one = launch * job.program.expert_launches * (2 if job.precision == "fp8" else 1)
+        apart = of_one * model.moe.experts / work.ep
         launched = [launched[0] + apart, launched[1] + 2 * apart]
         moved = [moved[0] + permuted[0], moved[1] + permuted[1]]
         forward, back = forward + routed.forward, back + routed.input_gradients

@@ -133,13 +133,12 @@ def run_time(
     saves = w / t
     with np.errstate(over="ignore", invalid="ignore"):
         failures = np.expm1((t + c) / m)  # of one interval, before it succeeds
+        restarts = np.where(np.isinf(failures), np.inf, failures * m * np.expm1(r / m))
         return RunTime(
             work=w,
             checkpoints=saves * c,
-            rework=saves * m * _expm1_minus((t + c) / m),
-            restarts=np.where(
-                r > 0, saves * np.where(np.isinf(failures), np.inf, failures * m * np.expm1(r / m)), 0.0
-            ),
+            rework=np.where(w > 0, saves * m * _expm1_minus((t + c) / m), 0.0),
+            restarts=np.where((r > 0) & (w > 0), saves * restarts, 0.0),
         )
 
 

@@ -105,7 +105,7 @@ class _Order(NamedTuple):
     chunks: int
     microbatches: int
     waits: bool
-    wait: float  # of a rank for exchanges, for each chunk of a microbatch [s]
+    chunk_wait: float
     fills: bool
 
 
@@ -134,9 +134,11 @@ def _pipelines(
     found = []
     for order, rows in alike.items():
         times = _stage_times(model, [layouts[row] for row in rows], _rows(parts, rows, len(layouts)))
-        wait, fills = program.chunk_wait, program.fills and order[0] in FILLED
+        fills = program.fills and order[0] in FILLED
         between = hops.between_stages(rows, layouts[rows[0]])
-        found.append(_Pipeline(_Order(*order, program.waits, wait, fills), rows, times, between))
+        found.append(
+            _Pipeline(_Order(*order, program.waits, program.chunk_wait, fills), rows, times, between)
+        )
     return _Pipelines(len(layouts), found)
 
 
@@ -157,9 +159,10 @@ def _bubbles(jobs: Sequence[_Pipelines]) -> list[Floats]:
 
 
 def _idle(order: _Order, times: StageTimes, hops: Floats) -> Floats:
-    """Of the busiest rank [s]. Where weight gradients fill, what forwards and backwards alone take longer."""
+    """Of the busiest rank [s]. Where weight gradients fill all but waits for exchanges, what forwards and
+    backwards alone take longer."""
     schedule, pp, chunks, microbatches = order[:4]
-    run = _waiting(times, order.wait) if order.wait else times
+    run = _waiting(times, order.chunk_wait)
     if order.fills:
         run = run._replace(weight_grad=np.zeros(np.shape(run.weight_grad)))
     whole = makespans(schedule, pp, chunks, microbatches, run, hops, waits=order.waits)
@@ -171,11 +174,14 @@ def _idle(order: _Order, times: StageTimes, hops: Floats) -> Floats:
     runs = rank == np.arange(pp)[:, None]  # (ranks, stages of all pipelines)
     held = runs.reshape(pp, -1, of_stage.shape[1]).sum(axis=1)
     idle = whole - (of_stage @ held.T).max(axis=1)
-    return np.asarray(np.maximum(idle, 0.0) if order.fills else idle)
+    waits = order.chunk_wait * each * held.sum(axis=1).max()
+    return np.asarray(np.maximum(idle, waits) if order.fills else idle)
 
 
 def _waiting(times: StageTimes, wait: float) -> StageTimes:
-    """Stages whose rank waits for so long [s] for what each microbatch exchanges, half of it each way."""
+    """Stages whose rank waits so long [s] for what a microbatch exchanges there, half of it each way."""
+    if not wait:
+        return times
     forward, inputs, weight, backward = (np.asarray(part) for part in times[:4])
     return StageTimes(forward + wait / 2, inputs + wait / 2, weight, backward + wait / 2)
 

@@ -253,9 +253,9 @@ def idle_time(
 
     uneven, hop = stage_unevenness(table, model), hop_time(model, job, table, routes)
     busy, forward, weight = pace
-    wait = table.chunks * job.program.chunk_wait
-    ahead, back = forward + wait / 2, busy - forward - weight + wait / 2
-    times = (ahead * uneven, back * uneven, weight * uneven, hop)
+    wait = np.where(table.pp > 1, table.chunks * job.program.chunk_wait, 0.0)
+    ahead, back = forward * uneven + wait / 2, (busy - forward - weight) * uneven + wait / 2
+    times = (ahead, back, weight * uneven, hop)
     bubble = by_schedule(table.schedule, idle, table.pp, table.chunks, table.microbatches, *times)
     return bubble + table.microbatches * wait
 

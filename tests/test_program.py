@@ -69,3 +69,11 @@ def test_a_fit_replaces_constants_and_scales_links_once():
     assert fitted.matmul_efficiency == plain.fit.matmul_efficiency
     assert fitted.intra_link.bandwidth == pytest.approx(plain.intra_link.bandwidth * plain.fit.intra)
     assert fitted.fitted == fitted
+
+
+def test_programs_of_earlier_plans_are_read():
+    """They said whether hops block."""
+    values = Program().model_dump() | {"hops_block": False}
+    assert Program.checked(values) == Program()
+    with pytest.raises(JobError, match="hops_blocked"):
+        Program.checked({"hops_blocked": True})

@@ -5,14 +5,18 @@ documentation states; numbers that no document gives are fitted to published run
 data/programs, which also keep what they were before).
 """
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from shardwright.description import Bytes, Description, Seconds, nearest
 from shardwright.errors import JobError, ShardwrightError
+
+RETIRED = ("hops_block",)
+"""Fields of earlier plans that are read over."""
 
 PROGRAMS = Path(__file__).parent / "data" / "programs"
 
@@ -97,6 +101,14 @@ class Program(Description):
     copies: bool = Field(
         default=True, description="of parameters and gradients in and out of buffers of collectives"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_today(cls, values: Any) -> Any:
+        """Without what earlier plans say of hops, which block by ``chunk_wait`` now."""
+        if isinstance(values, Mapping):
+            return {name: value for name, value in values.items() if name not in RETIRED}
+        return values
 
 
 class KnownProgram(Description):
